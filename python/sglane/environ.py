@@ -1,0 +1,16 @@
+"""Tuning and debug variables, typed, read once at import. Everything a user normally sets is a flag, not a variable."""
+import os
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "0").lower() in ("1", "true", "yes")
+
+
+#: Fill pages that became reusable, and rows of new pages, with NaN; any read of them shows.
+SGLANE_POISON = _flag("SGLANE_POISON")
+#: Audit the ledger after every step and log a digest of the planner's state.
+SGLANE_DEBUG_LEDGER = _flag("SGLANE_DEBUG_LEDGER")
+#: Fault injection for tests, JSON: {"rank": 1, "point": "forward" | "exchange" | "result", "sleep_ms": 50}.
+SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
+#: Compute threads of each executor rank; 0: by step size and number of cores.
+SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))

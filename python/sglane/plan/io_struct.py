@@ -1,0 +1,155 @@
+"""Messages between the front and the planner. Frozen; token ids travel as int32 bytes, never as lists."""
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Validated sampling parameters of one request (one choice). Text-level fields (stop strings) stay in the front."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = -1  # -1 = whole vocabulary
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0  # always set by the front: the client's, or a random one
+    stop_token_ids: list[int] = []  # the model's end tokens included unless ignore_eos
+    logit_bias: dict[int, float] = {}
+    logprobs: bool = False  # report the log probability of every output token
+    num_top_logprobs: int = 0
+    logprob_token_ids: list[int] = []  # also report these ids at every reported position
+
+    def needs_history(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", kw_only=True):
+    """One prompt, one choice. The front expands batches and n > 1 into several of these."""
+
+    rid: str
+    input_ids: bytes  # int32 [n], n >= 1
+    sampling: SamplingParams
+    namespace: str = ""  # kind-tagged: "" | "salt:..." | "extra:..." and combinations; prefixes are shared only inside one
+    priority: int = 0  # larger first
+    logprob_start: int = -1  # first prompt position whose log probability is wanted; -1: none
+
+
+class FinishRequest(msgspec.Struct, frozen=True, tag="finish"):
+    """A stop string was found in the text: keep `num_output_tokens` output tokens. Idempotent; unknown rids are ignored."""
+
+    rid: str
+    num_output_tokens: int
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
+    """The client left or asked for an abort. Idempotent; unknown rids are ignored."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush"):
+    """Drop the whole prefix cache when idle; wait up to `timeout_s` for idle. Answered by `Reply`."""
+
+    request_id: int
+    timeout_s: float = 0.0
+
+
+class GetState(msgspec.Struct, frozen=True, tag="get_state"):
+    """Ask for the planner's state (ledger, load). Answered by `Reply` with a dict."""
+
+    request_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Finish what runs (up to `drain_s`), then end."""
+
+    drain_s: float
+
+
+class LogprobChunk(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities in order of position; same layout as the executors' LogprobBlock, for the front."""
+
+    first_position: int
+    token_ids: bytes  # int32 [n]
+    logprobs: bytes  # float32 [n]
+    num_top: int = 0
+    top_ids: bytes = b""  # int32 [n, k]
+    top_logprobs: bytes = b""  # float32 [n, k]
+    asked_logprobs: bytes = b""  # float32 [n, m]
+
+
+class FinishReason(msgspec.Struct, frozen=True):
+    """kind: stop (token id in `matched`), length, abort (message, status_code)."""
+
+    kind: str
+    matched: int | None = None
+    message: str = ""
+    status_code: int = 0
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    """New tokens of one request after a step. The last one has `finish`."""
+
+    rid: str
+    token_ids: bytes  # int32, new output tokens, stop token included
+    num_prompt_tokens: int
+    num_output_tokens: int  # in total so far
+    num_cached_tokens: int  # prompt tokens that were not recomputed at first admission
+    num_cached_device: int
+    num_cached_host: int
+    num_retractions: int
+    finish: FinishReason | None = None
+    input_logprobs: list[LogprobChunk] = []  # only once, with the first output
+    output_logprobs: list[LogprobChunk] = []
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """Everything a step has for the front, one message a step."""
+
+    outputs: list[RequestOutput]
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    request_id: int
+    ok: bool
+    payload: dict
+
+
+class PlannerReady(msgspec.Struct, frozen=True, tag="planner_ready"):
+    """All ranks are up; requests are accepted."""
+
+    max_total_tokens: int
+    max_request_tokens: int  # prompt + output of one request; min(context length, what the pool can hold)
+    context_length: int
+    page_size: int
+    info: dict  # memory usage and the like, for /server_info
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The planner's loop is alive; sent about once a second, busy or idle."""
+
+    num_running: int
+    num_waiting: int
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot go on: fail everything with this message and exit."""
+
+    message: str
+
+
+ToPlanner = GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | Shutdown
+FromPlanner = StepOutputs | Reply | PlannerReady | Heartbeat | Fatal
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """ZeroMQ addresses of one server. Every socket is PUSH -> PULL; the PULL side binds."""
+
+    to_planner: str  # front -> planner
+    to_front: str  # planner -> front
+    to_executors: list[str]  # planner -> rank i
+    from_executors: str  # all ranks -> planner
+    rendezvous: str  # torch.distributed init_method of the ranks

@@ -1,0 +1,135 @@
+"""Configuration of one server: a frozen dataclass from which the command line, `--config` files and the docs are made.
+
+`ServerArgs.resolve()` validates the combination and fills in what depends on other fields; nothing changes afterwards.
+"""
+import argparse
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, Sequence
+
+import msgspec
+
+from sglane.plan.io_struct import Endpoints
+
+DEFAULT_PORT = 30000
+
+
+class ConfigError(ValueError):
+    """A flag or a combination of flags is refused; the message names the flag and the reason."""
+
+
+def arg(default: Any, help: str, group: str, *aliases: str, choices: Sequence[Any] | None = None) -> Any:
+    """One field: its default, its help text, the group it is listed under, other flag spellings."""
+    return field(default=default, metadata={"help": help, "group": group, "aliases": aliases, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ServerArgs:
+    """All flags. Sizes in tokens unless the name says otherwise; None means: derived in `resolve()` or by the engine."""
+
+    model_path: str | None = arg(None, "Hugging Face folder or GGUF file; default: the embedded SmolLM2-135M-Instruct", "Model", "--model")
+    tokenizer_path: str | None = arg(None, "tokenizer folder; default: the model's", "Model")
+    served_model_name: str | None = arg(None, "name in /v1/models; default: the model path's last part", "Model")
+    chat_template: str | None = arg(None, "file with a Jinja chat template; default: the tokenizer's", "Model")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg("auto", "type of weights and KV cache; auto: the checkpoint's", "Model")
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: cuda if there is one", "Model")
+    context_length: int | None = arg(None, "longest prompt + output in tokens; default: the model's", "Model")
+    skip_tokenizer_init: bool = arg(False, "no tokenizer: /generate takes and returns token ids only", "Model")
+
+    host: str = arg("127.0.0.1", "address to listen on", "HTTP server")
+    port: int = arg(DEFAULT_PORT, "port to listen on", "HTTP server")
+    skip_server_warmup: bool = arg(False, "do not run a request before the ready line", "HTTP server")
+    log_level: Literal["debug", "info", "warning", "error"] = arg("info", "level of the log", "HTTP server")
+    enable_cache_report: bool = arg(False, "report cached_tokens in OpenAI usage", "HTTP server")
+    shutdown_timeout_s: float = arg(60.0, "seconds that running requests get to finish after SIGTERM", "HTTP server")
+    health_timeout_s: float = arg(20.0, "seconds without a sign of life after which /health is 503", "HTTP server")
+    watchdog_timeout_s: float = arg(300.0, "seconds without progress in a step after which the server ends", "HTTP server", "--watchdog-timeout")
+
+    max_running_requests: int | None = arg(None, "requests that run at once; default 64 on CPU, 256 on CUDA", "Scheduler")
+    max_queued_requests: int | None = arg(None, "requests that may wait; one more is refused with 503", "Scheduler")
+    max_total_tokens: int | None = arg(None, "KV pool size over all lanes; default: from the memory budget", "Scheduler")
+    mem_fraction_static: float | None = arg(None, "share of the device memory for weights and KV pool; default 0.5 on CPU, 0.85 on CUDA", "Scheduler")
+    page_size: int = arg(64, "tokens per page", "Scheduler")
+    chunked_prefill_size: int = arg(2048, "most prompt tokens in one step; -1: whole prompts", "Scheduler")
+    schedule_policy: Literal["fcfs", "lpm"] = arg("fcfs", "order of waiting requests: arrival, or longest prefix match", "Scheduler")
+    schedule_conservativeness: float = arg(1.0, "scales the tokens held back for running requests", "Scheduler")
+    disable_overlap_schedule: bool = arg(False, "issue a step only after the result of the one before", "Scheduler")
+    disable_radix_cache: bool = arg(False, "no prefix reuse between requests", "Scheduler")
+    stream_interval: int = arg(1, "tokens per streamed chunk", "Scheduler")
+    decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
+
+    cp_size: int = arg(1, "context-parallel ranks; each stores and computes the tokens of its own pages", "Context parallelism", "--attn-cp-size")
+    enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism", "--enable-kv-cache-sharding")
+    cp_strategy: Literal["zigzag"] = arg("zigzag", "owner policy of prefill pages", "Context parallelism")
+
+    def resolve(self) -> "ServerArgs":
+        """Validate; raises ConfigError naming the flag."""
+        positive = ("page_size", "cp_size", "max_running_requests", "max_queued_requests", "max_total_tokens", "context_length",
+                    "stream_interval", "decode_log_interval")
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag_of(name)} must be at least 1, got {value}")
+        if self.chunked_prefill_size != -1 and self.chunked_prefill_size < 1:
+            raise ConfigError(f"--chunked-prefill-size must be at least 1, or -1 for whole prompts, got {self.chunked_prefill_size}")
+        if self.mem_fraction_static is not None and not 0.0 < self.mem_fraction_static < 1.0:
+            raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {self.mem_fraction_static}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.cp_size > 1 and not self.enable_cp_shared_kv:
+            raise ConfigError("--cp-size > 1 needs --enable-cp-shared-kv: a replicated KV cache is not supported")
+        if self.enable_cp_shared_kv and self.cp_size == 1:
+            raise ConfigError("--enable-cp-shared-kv needs --cp-size > 1: there is nothing to share on one rank")
+        if self.schedule_conservativeness < 0:
+            raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
+        return self
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sglane.launch_server", description="Start an sglane server.",
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    hints = typing.get_type_hints(ServerArgs)
+    groups: dict[str, Any] = {}
+    for item in dataclasses.fields(ServerArgs):
+        title = item.metadata["group"]
+        group = groups.setdefault(title, parser.add_argument_group(title))
+        flags = [flag_of(item.name), *item.metadata["aliases"]]
+        kind = hints[item.name]
+        common = {"dest": item.name, "default": item.default, "help": item.metadata["help"]}
+        if kind is bool:
+            group.add_argument(*flags, action="store_true", **common)
+        elif typing.get_origin(kind) is Literal:
+            group.add_argument(*flags, choices=typing.get_args(kind), **common)
+        else:
+            scalar = [t for t in (typing.get_args(kind) or (kind,)) if t is not type(None)][0]
+            group.add_argument(*flags, type=scalar, **common)
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
+    """Command line > defaults. Exits with a usage message on a bad flag."""
+    parser = build_parser()
+    try:
+        return ServerArgs(**vars(parser.parse_args(argv))).resolve()
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child process is told on its standard input, as JSON."""
+
+    server_args: ServerArgs
+    endpoints: Endpoints
+    rank: int = 0
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_json(data: bytes) -> "ProcessSpec":
+        return msgspec.json.decode(data, type=ProcessSpec)

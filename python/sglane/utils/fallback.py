@@ -1,0 +1,24 @@
+"""Registry of declared slower paths. Each has a name and a reason; each warns once and is counted."""
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+#: name -> when it is taken. A slower path that is not listed here must not exist.
+DECLARED = {
+    "tail_copy_skipped": "a hit ends inside a page, but the lane of that page has no free page: the hit is cut to the page",
+}
+
+_counts: Counter[str] = Counter({name: 0 for name in DECLARED})
+
+
+def count(name: str) -> None:
+    """Record one use; raises KeyError for a name that was not declared."""
+    reason = DECLARED[name]
+    if _counts[name] == 0:
+        logger.warning("fallback %s: %s (warned once, counted in /server_info)", name, reason)
+    _counts[name] += 1
+
+
+def counts() -> dict[str, int]:
+    return dict(_counts)
