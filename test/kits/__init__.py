@@ -1,0 +1,1 @@
+"""Helpers shared by tests; `test/` is on the import path, so `from kits.server import Server`."""
