@@ -1,0 +1,53 @@
+"""Pure rules of the attention layers: which form is cheaper, how large a tile is, which decode rows go together."""
+import numpy as np
+
+#: Query rows of a tile; larger ones fall out of the CPU's cache.
+TILE_ROWS = 128
+#: Elements of the largest temporary of one tile.
+TILE_ELEMENTS = 1 << 24
+#: Elements of the key/value rows gathered at once for decode rows.
+GATHER_ELEMENTS = 1 << 25
+
+
+def mla_expanded(num_queries: int, num_keys: int, dims: tuple[int, int, int, int]) -> bool:
+    """True if expanding keys and values of all heads costs fewer multiply-adds than attending in latent space.
+
+    dims = (nope, rope, value, latent) per head. The number of heads cancels out.
+    """
+    nope, rope, value, latent = dims
+    pairs = num_queries * num_keys - num_queries * (num_queries - 1) // 2
+    expanded = pairs * (nope + rope + value) + num_keys * latent * (nope + value)
+    absorbed = pairs * (2 * latent + rope) + num_queries * latent * (nope + value)
+    return expanded < absorbed
+
+
+def tile_shape(num_keys: int, num_kv_heads: int, heads_per_kv: int) -> tuple[int, int]:
+    """(query rows, kv heads) of one tile, so that its scores stay within TILE_ELEMENTS where possible."""
+    per_row = max(num_keys * heads_per_kv, 1)
+    rows = max(1, min(TILE_ROWS, TILE_ELEMENTS // per_row))
+    heads = max(1, min(num_kv_heads, TILE_ELEMENTS // (per_row * rows)))
+    return rows, heads
+
+
+def decode_buckets(num_pages: np.ndarray, page_elements: int) -> list[np.ndarray]:
+    """Group decode rows by length, so that padding to the group's longest at most doubles its pages.
+
+    num_pages int64 [b], each >= 1. Returns index arrays, longest rows first; each group's gather stays within
+    GATHER_ELEMENTS unless a single row is longer.
+    """
+    order = np.argsort(-num_pages, kind="stable")
+    groups: list[np.ndarray] = []
+    first = 0
+    while first < len(order):
+        longest = int(num_pages[order[first]])
+        most = max(1, GATHER_ELEMENTS // (longest * page_elements))
+        last = first + 1
+        used = longest
+        while last < len(order) and last - first < most:
+            used += int(num_pages[order[last]])
+            if used * 2 < longest * (last + 1 - first):
+                break
+            last += 1
+        groups.append(order[first:last])
+        first = last
+    return groups

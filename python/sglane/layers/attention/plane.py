@@ -1,0 +1,48 @@
+"""One plane of the KV pool on one rank: [rows, layers, page_size, width], page first."""
+import torch
+from torch import Tensor
+
+
+class Plane:
+    """A page is one contiguous piece; a layer is a view with a row stride.
+
+    Row 0 stays all zeros: padded reads go there and nothing writes it.
+    """
+
+    def __init__(self, name: str, buffer: Tensor):
+        """buffer [rows, layers, page_size, width], contiguous."""
+        self.name = name
+        self.num_layers, self.page_size, self.width = buffer.shape[1:]
+        self.buffer = buffer
+        self._by_token = buffer.view(-1, self.width)  # [rows * layers * page_size, width]
+        self._by_page = buffer.view(-1, self.page_size * self.width)  # [rows * layers, page_size * width]
+
+    def write(self, layer: int, rows: Tensor, offsets: Tensor, x: Tensor) -> None:
+        """Store x [n, width] at (rows, offsets), both int64 [n]; no two equal."""
+        self._by_token.index_copy_(0, self.token_index(layer, rows, offsets), x)
+
+    def token_index(self, layer: int, rows: Tensor, offsets: Tensor) -> Tensor:
+        """int64, shape of rows: index of (row, layer, offset) in the view by token."""
+        return (rows * self.num_layers + layer) * self.page_size + offsets
+
+    def tokens(self, layer: int, rows: Tensor, offsets: Tensor) -> Tensor:
+        """rows and offsets int64 [...]; returns [..., width]."""
+        index = self.token_index(layer, rows, offsets)
+        return self._by_token.index_select(0, index.view(-1)).view(*rows.shape, self.width)
+
+    def pages(self, layer: int, rows: Tensor) -> Tensor:
+        """rows int64 [m]; returns [m, page_size, width], rows beyond a page's valid length included."""
+        return self._by_page.index_select(0, rows * self.num_layers + layer).view(-1, self.page_size, self.width)
+
+    def copy_tokens(self, src_row: int, dst_row: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` of every layer from one row to another."""
+        self.buffer[dst_row, :, :num_tokens].copy_(self.buffer[src_row, :, :num_tokens])
+
+    def fill(self, rows: Tensor, value: float) -> None:
+        """Overwrite whole rows, int64 [m], all layers."""
+        self.buffer.index_fill_(0, rows, value)
+
+
+def zero_rows(name: str, num_rows: int, num_layers: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Plane:
+    """A plane of zeros; on CPU the memory is only taken when first written."""
+    return Plane(name, torch.zeros((num_rows, num_layers, page_size, width), dtype=dtype, device=device))

@@ -1,0 +1,123 @@
+"""What every rank knows of the running requests: page table rows, lengths, last tokens, sampling parameters."""
+import numpy as np
+
+from sglane.plan.io_struct import SamplingParams
+from sglane.plan.step_plan import RowUpdate, SlotStart
+
+
+class SlotError(AssertionError):
+    """A plan does not fit the slot table; the message names slot and numbers."""
+
+
+class TokenHistory:
+    """All tokens of one slot by position; kept only for requests with penalties."""
+
+    def __init__(self, tokens: np.ndarray):
+        self._buffer = np.empty(max(64, 2 * len(tokens)), np.int32)
+        self._buffer[:len(tokens)] = tokens
+        self._length = len(tokens)
+
+    def append(self, tokens: np.ndarray) -> None:
+        needed = self._length + len(tokens)
+        if needed > len(self._buffer):
+            self._buffer = np.concatenate([self._buffer[:self._length], np.empty(needed, np.int32)])
+        self._buffer[self._length:needed] = tokens
+        self._length = needed
+
+    def tokens(self) -> np.ndarray:
+        """int32 [n], a view."""
+        return self._buffer[:self._length]
+
+
+class Slot:
+    """Request data of a taken slot that is not an array element."""
+
+    def __init__(self, start: SlotStart):
+        self.sampling: SamplingParams = start.sampling
+        self.num_prompt_tokens = start.num_prompt_tokens
+        self.history: TokenHistory | None = None
+        if start.sampling.needs_history():
+            self.history = TokenHistory(np.frombuffer(start.history, np.int32))
+
+
+class SlotTable:
+    """Replicated on every rank; changed only by plans and by the step exchange."""
+
+    def __init__(self, num_slots: int, max_pages_per_slot: int, page_size: int):
+        self.page_size = page_size
+        self._rows = np.zeros((num_slots, max_pages_per_slot), np.int32)
+        self._num_pages = np.zeros(num_slots, np.int64)
+        self._lengths = np.zeros(num_slots, np.int64)  # valid KV rows
+        self._last_tokens = np.full(num_slots, -1, np.int64)  # sampled, not fed yet; -1: none
+        self._slots: dict[int, Slot] = {}
+
+    def release(self, slot: int) -> None:
+        self._get(slot)
+        del self._slots[slot]
+        self._num_pages[slot] = 0
+
+    def start(self, start: SlotStart) -> None:
+        if start.slot in self._slots:
+            raise SlotError(f"slot {start.slot} is started, but it is taken")
+        if start.sampling.needs_history() and len(start.history) != 4 * start.num_cached_tokens:
+            raise SlotError(f"slot {start.slot}: {len(start.history) // 4} tokens of history for {start.num_cached_tokens} cached tokens")
+        self._slots[start.slot] = Slot(start)
+        self._num_pages[start.slot] = 0
+        self._lengths[start.slot] = start.num_cached_tokens
+        self._last_tokens[start.slot] = -1
+        self.append_pages(start.slot, np.frombuffer(start.pages, np.int32))
+
+    def append_pages(self, slot: int, pages: np.ndarray) -> None:
+        """pages int32 [m]; raises SlotError if the row is full."""
+        first = int(self._num_pages[slot])
+        if first + len(pages) > self._rows.shape[1]:
+            raise SlotError(f"slot {slot}: {first + len(pages)} pages, but a row has {self._rows.shape[1]}")
+        self._rows[slot, first:first + len(pages)] = pages
+        self._num_pages[slot] = first + len(pages)
+
+    def update_row(self, update: RowUpdate) -> None:
+        pages = np.frombuffer(update.pages, np.int32)
+        self._get(update.slot)
+        if update.first_page + len(pages) > self._num_pages[update.slot]:
+            raise SlotError(f"slot {update.slot}: row update up to page {update.first_page + len(pages)} of {self._num_pages[update.slot]}")
+        self._rows[update.slot, update.first_page:update.first_page + len(pages)] = pages
+
+    def fed(self, slot: int, tokens: np.ndarray, *, known: bool) -> None:
+        """Rows of `tokens` were written. known: the tokens are new to the history (an extend), not sampled before."""
+        self._lengths[slot] += len(tokens)
+        history = self._get(slot).history
+        if known and history is not None:
+            history.append(tokens)
+
+    def sampled(self, slot: int, token: int) -> None:
+        """`token` follows the last fed row."""
+        self._last_tokens[slot] = token
+        history = self._get(slot).history
+        if history is not None:
+            history.append(np.array([token], np.int32))
+
+    def pages(self, slot: int) -> np.ndarray:
+        """int32 [num_pages], a view."""
+        return self._rows[slot, :self._num_pages[slot]]
+
+    def length(self, slot: int) -> int:
+        return int(self._lengths[slot])
+
+    def last_token(self, slot: int) -> int:
+        """Raises SlotError if no token has been sampled since the slot started."""
+        token = int(self._last_tokens[slot])
+        if token < 0:
+            raise SlotError(f"slot {slot} continues, but no token was sampled")
+        return token
+
+    def get(self, slot: int) -> Slot:
+        return self._get(slot)
+
+    def row_capacity(self) -> int:
+        """Tokens that a full row covers."""
+        return int(self._rows.shape[1]) * self.page_size
+
+    def _get(self, slot: int) -> Slot:
+        if slot not in self._slots:
+            raise SlotError(f"slot {slot} is not taken")
+        return self._slots[slot]
