@@ -1,0 +1,35 @@
+"""Entry point of the planner process: `python -m sglane.managers`, its ProcessSpec as JSON on standard input."""
+import ctypes
+import logging
+import signal
+import sys
+
+import setproctitle
+
+from sglane.managers.planner import EngineFailure, Planner
+from sglane.mem_cache.kv_ledger import LedgerError
+from sglane.server_args import ConfigError, ProcessSpec
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the launcher's death is ours
+    spec = ProcessSpec.from_json(sys.stdin.buffer.read())
+    setproctitle.setproctitle("sglane::planner")
+    logging.basicConfig(level=spec.server_args.log_level.upper(), format="[%(asctime)s planner] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    planner = Planner(spec)
+    try:
+        planner.start()
+        planner.run()
+    except (EngineFailure, ConfigError, LedgerError, AssertionError) as error:
+        logging.getLogger(__name__).exception("the planner ends")
+        planner.fail(f"{type(error).__name__}: {error}")
+        planner.close()
+        return 1
+    planner.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""The planner process around the scheduler: sockets, start-up, heartbeat, watchdog, flush, shutdown."""
+import logging
+import time
+from dataclasses import asdict, dataclass
+
+import msgspec
+import zmq
+
+from sglane import environ
+from sglane.managers.reporter import Reporter
+from sglane.managers.scheduler import Limits, Scheduler
+from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.page_layout import PageLayout
+from sglane.plan.io_struct import (
+    AbortRequest,
+    Fatal,
+    FinishRequest,
+    FlushCache,
+    FromPlanner,
+    GenerateRequest,
+    GetState,
+    Heartbeat,
+    PlannerReady,
+    Reply,
+    Shutdown,
+    StepOutputs,
+    ToPlanner,
+)
+from sglane.plan.step_plan import (
+    ExecutorError,
+    ExecutorReady,
+    FromExecutor,
+    PoolInit,
+    PoolReady,
+    Progress,
+    StepResult,
+    Stop,
+    ToExecutor,
+)
+from sglane.server_args import ConfigError, ProcessSpec, ServerArgs
+from sglane.utils.ipc import Receiver, Sender
+
+logger = logging.getLogger(__name__)
+
+#: Most prompt tokens in one step with --chunked-prefill-size -1.
+UNCHUNKED_STEP_TOKENS = 1 << 30
+#: Longest sleep of the loop, so that heartbeats, timeouts and the watchdog run.
+MAX_WAIT_MS = 200
+HEARTBEAT_S = 1.0
+DEFAULT_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
+#: Pages a lone request must leave free: the source of its tail copy stays leased until the copy has run.
+SPARE_PAGES = 1
+
+
+class EngineFailure(RuntimeError):
+    """A rank failed, hung or disagrees; the server must end."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What all ranks agreed on at start-up."""
+
+    num_rows: int  # per lane, sink row included
+    num_slots: int
+    context_length: int
+    max_request_tokens: int
+
+
+def agree_on_sizes(args: ServerArgs, layout: PageLayout, ready: list[ExecutorReady]) -> Sizes:
+    """The pool every rank can hold. Raises ConfigError when the flags don't fit the memory."""
+    max_rows = min(rank.max_rows for rank in ready)
+    num_rows = max_rows
+    if args.max_total_tokens is not None:
+        num_pages_per_lane = -(-layout.num_pages(args.max_total_tokens) // layout.cp_size)
+        num_rows = num_pages_per_lane + 1
+        if num_rows > max_rows:
+            room = (max_rows - 1) * layout.cp_size * layout.page_size
+            raise ConfigError(f"--max-total-tokens {args.max_total_tokens} does not fit: the memory budget holds {room} tokens")
+    num_pages = (num_rows - 1) * layout.cp_size
+    if num_pages <= SPARE_PAGES + 1:
+        raise ConfigError(f"the KV pool has only {num_pages} pages of {layout.page_size} tokens: raise --max-total-tokens or lower --page-size")
+    context_length = min(rank.context_length for rank in ready)
+    max_request_tokens = min(context_length, (num_pages - SPARE_PAGES) * layout.page_size)
+    if max_request_tokens < context_length:
+        logger.warning("requests are limited to %d tokens by the KV pool; the context length is %d", max_request_tokens, context_length)
+    num_slots = args.max_running_requests or DEFAULT_RUNNING_REQUESTS[ready[0].device_name.split(":")[0]]
+    return Sizes(num_rows, num_slots, context_length, max_request_tokens)
+
+
+class Planner:
+    """Owns the sockets and the loop; decisions are the scheduler's."""
+
+    def __init__(self, spec: ProcessSpec):
+        self._args = spec.server_args
+        self._layout = PageLayout(self._args.page_size, self._args.cp_size)
+        context = zmq.Context()
+        self._from_front = Receiver(context, spec.endpoints.to_planner, ToPlanner)
+        self._from_executors = Receiver(context, spec.endpoints.from_executors, FromExecutor)
+        self._to_front = Sender(context, spec.endpoints.to_front)
+        self._to_executors = [Sender(context, address) for address in spec.endpoints.to_executors]
+        self._poller = zmq.Poller()
+        self._poller.register(self._from_front.socket, zmq.POLLIN)
+        self._poller.register(self._from_executors.socket, zmq.POLLIN)
+        self._last_progress_s = [time.monotonic()] * self._args.cp_size
+        self._last_heartbeat_s = 0.0
+        self._flushes: list[tuple[FlushCache, float]] = []
+        self._drain_deadline_s: float | None = None
+
+    # --- start-up ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Wait for all ranks, size the pools, announce readiness."""
+        ready = sorted(self._collect(ExecutorReady), key=lambda rank: rank.rank)
+        self.sizes = agree_on_sizes(self._args, self._layout, ready)
+        max_pages_per_slot = self._layout.num_pages(self.sizes.max_request_tokens)
+        self._broadcast(PoolInit(self.sizes.num_rows, self.sizes.num_slots, max_pages_per_slot))
+        self._collect(PoolReady)
+        args = self._args
+        ledger = KVLedger(
+            self._layout, self.sizes.num_rows, self.sizes.num_slots, prefix_cache=not args.disable_radix_cache, record_reusable=environ.SGLANE_POISON
+        )
+        limits = Limits(
+            max_running_requests=self.sizes.num_slots,
+            max_request_tokens=self.sizes.max_request_tokens,
+            chunk_tokens=UNCHUNKED_STEP_TOKENS if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
+            max_unretired_steps=1 if args.disable_overlap_schedule else 2,
+            max_queued_requests=args.max_queued_requests,
+            policy=args.schedule_policy,
+            conservativeness=args.schedule_conservativeness,
+            reuse_prefixes=not args.disable_radix_cache,
+        )
+        self.scheduler = Scheduler(ledger, self._layout, limits, args.cp_size)
+        self._reporter = Reporter(self.scheduler, args.decode_log_interval)
+        self._memory = {
+            "weight_bytes": [rank.weight_bytes for rank in ready],
+            "kvcache_bytes": [rank.num_bytes_per_page * self.sizes.num_rows for rank in ready],
+            "token_capacity": ledger.num_tokens_total,
+            "planes": [msgspec.to_builtins(plane) for plane in ready[0].planes],
+        }
+        logger.info(
+            "max_total_num_tokens=%d, page_size=%d, cp_size=%d, max_running_requests=%d, context_len=%d, max_request_tokens=%d",
+            ledger.num_tokens_total, args.page_size, args.cp_size, self.sizes.num_slots, self.sizes.context_length, self.sizes.max_request_tokens,
+        )
+        info = {"max_total_num_tokens": ledger.num_tokens_total, "max_running_requests": self.sizes.num_slots, "memory_usage": self._memory}
+        self._send_front(PlannerReady(ledger.num_tokens_total, self.sizes.max_request_tokens, self.sizes.context_length, args.page_size, info))
+
+    def _collect(self, kind: type) -> list:  # type: ignore[type-arg]
+        """One message of `kind` from every rank; heartbeats go on, since loading weights takes long."""
+        messages: list[object] = []
+        while len(messages) < self._args.cp_size:
+            if self._from_executors.poll(MAX_WAIT_MS):
+                message = self._from_executors.recv()
+                if isinstance(message, ExecutorError):
+                    raise EngineFailure(f"rank {message.rank}: {message.message}")
+                assert isinstance(message, kind), f"expected {kind.__name__} while starting, got {message!r}"
+                messages.append(message)
+        return messages
+
+    # --- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until told to stop. Raises EngineFailure when the engine cannot go on."""
+        while not self._is_drained():
+            self._receive()
+            plan = self.scheduler.next_plan()
+            while plan is not None:
+                self._broadcast(plan)
+                self._reporter.step_issued()
+                plan = self.scheduler.next_plan()
+            outputs = self.scheduler.take_outputs()
+            if outputs:
+                self._send_front(StepOutputs(outputs))
+            self._answer_flushes()
+            self._keep_time()
+        self._broadcast(Stop())
+
+    def _receive(self) -> None:
+        """Wait for a message or the next tick, then take all messages that are there."""
+        self._poller.poll(MAX_WAIT_MS)
+        for message in self._from_executors.drain():
+            self._on_executor(message)
+        for message in self._from_front.drain():
+            self._on_front(message)
+
+    def _on_executor(self, message: object) -> None:
+        if isinstance(message, StepResult):
+            self._last_progress_s[message.rank] = time.monotonic()
+            self.scheduler.add_result(message)
+            if environ.SGLANE_DEBUG_LEDGER:
+                self.scheduler.ledger.audit()
+        elif isinstance(message, Progress):
+            self._last_progress_s[message.rank] = time.monotonic()
+        elif isinstance(message, ExecutorError):
+            raise EngineFailure(f"rank {message.rank}: {message.message}")
+        else:
+            raise EngineFailure(f"unexpected message from an executor: {message!r}")
+
+    def _on_front(self, message: object) -> None:
+        if isinstance(message, GenerateRequest):
+            self.scheduler.add_request(message)
+        elif isinstance(message, FinishRequest):
+            self.scheduler.finish(message.rid, message.num_output_tokens)
+        elif isinstance(message, AbortRequest):
+            if message.abort_all:
+                self.scheduler.abort_all("aborted", 0)
+            else:
+                self.scheduler.abort(message.rid)
+        elif isinstance(message, FlushCache):
+            self._flushes.append((message, time.monotonic() + message.timeout_s))
+        elif isinstance(message, GetState):
+            self._send_front(Reply(message.request_id, True, self._state()))
+        elif isinstance(message, Shutdown):
+            self._drain_deadline_s = time.monotonic() + message.drain_s
+
+    def _is_drained(self) -> bool:
+        return self._drain_deadline_s is not None and self.scheduler.is_idle()
+
+    def _answer_flushes(self) -> None:
+        """A flush is answered once the engine is idle, or when its time is over."""
+        waiting = []
+        for message, deadline_s in self._flushes:
+            if self.scheduler.flush():
+                self._send_front(Reply(message.request_id, True, {}))
+            elif time.monotonic() >= deadline_s:
+                load = self.scheduler.load()
+                text = f"not idle: {load['num_running_reqs']} requests run, {load['num_waiting_reqs']} wait"
+                self._send_front(Reply(message.request_id, False, {"message": text}))
+            else:
+                waiting.append((message, deadline_s))
+        self._flushes = waiting
+
+    def _keep_time(self) -> None:
+        now_s = time.monotonic()
+        self._reporter.tick()
+        if now_s - self._last_heartbeat_s >= HEARTBEAT_S:
+            self._last_heartbeat_s = now_s
+            self._send_front(Heartbeat(self.scheduler.num_running, self.scheduler.num_waiting))
+        if self._drain_deadline_s is not None and now_s > self._drain_deadline_s:
+            self.scheduler.abort_all("the server is shutting down", 503)
+        laggards = self.scheduler.laggards()
+        for rank in range(self._args.cp_size):
+            if rank not in laggards:
+                self._last_progress_s[rank] = now_s
+            elif now_s - self._last_progress_s[rank] > self._args.watchdog_timeout_s:
+                step = self.scheduler.oldest_unretired_step
+                raise EngineFailure(f"rank {rank} made no progress for {self._args.watchdog_timeout_s:.0f} s in step {step}")
+
+    def _state(self) -> dict[str, object]:
+        return {
+            "kv_ledger": self.scheduler.kv_ledger(),
+            "last_gen_throughput": self._reporter.gen_throughput,
+            "memory_usage": self._memory,
+            "effective_max_running_requests_per_dp": self.sizes.num_slots,
+            "totals": asdict(self.scheduler.totals),
+            **self.scheduler.load(),
+        }
+
+    # --- sending -------------------------------------------------------------------------------------------------------
+
+    def _broadcast(self, message: ToExecutor) -> None:
+        for sender in self._to_executors:
+            sender.send(message)
+
+    def _send_front(self, message: FromPlanner) -> None:
+        self._to_front.send(message)
+
+    def fail(self, message: str) -> None:
+        """Tell the front why the engine ends."""
+        self._send_front(Fatal(message))
+
+    def close(self) -> None:
+        """Flush what is still to be sent; call before the process ends."""
+        for sender in [*self._to_executors, self._to_front]:
+            sender.close()

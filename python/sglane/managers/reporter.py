@@ -1,0 +1,49 @@
+"""The planner's log lines and throughput, in the words that log parsers of SGLang servers read."""
+import logging
+import time
+
+from sglane.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+#: Seconds over which the generation throughput is averaged.
+THROUGHPUT_WINDOW_S = 2.0
+
+
+class Reporter:
+    """Watches the scheduler from outside; changes nothing."""
+
+    def __init__(self, scheduler: Scheduler, decode_log_interval: int):
+        self._scheduler = scheduler
+        self._decode_log_interval = decode_log_interval
+        self._num_decode_steps = 0
+        self._window_start_s = time.monotonic()
+        self._window_tokens = 0
+        self.gen_throughput = 0.0  # output tokens per second; 0 when idle
+
+    def step_issued(self) -> None:
+        step = self._scheduler.last_step
+        if step.num_extend_tokens:
+            load = self._scheduler.load()
+            logger.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, #queue-req: %d, #pending-token: %d, ",
+                step.num_starts, step.num_extend_tokens, step.num_cached_tokens, load["token_usage"], load["num_running_reqs"], load["num_waiting_reqs"],
+                load["num_waiting_uncached_tokens"],
+            )
+        if step.num_continues:
+            self._num_decode_steps += 1
+            if self._num_decode_steps % self._decode_log_interval == 0:
+                load = self._scheduler.load()
+                logger.info(
+                    "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, #queue-req: %d",
+                    load["num_running_reqs"], load["num_used_tokens"], load["token_usage"], self.gen_throughput, load["num_waiting_reqs"],
+                )
+
+    def tick(self) -> None:
+        """Once per loop turn: renew the throughput figure."""
+        now_s = time.monotonic()
+        elapsed_s = now_s - self._window_start_s
+        if elapsed_s >= THROUGHPUT_WINDOW_S:
+            total = self._scheduler.totals.num_output_tokens
+            self.gen_throughput = (total - self._window_tokens) / elapsed_s
+            self._window_tokens, self._window_start_s = total, now_s

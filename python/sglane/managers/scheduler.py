@@ -1,0 +1,395 @@
+"""The planner's one loop body: take messages, retire steps, plan the next step. No sockets, no clocks, no torch."""
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sglane.managers.admission import Reserve, WaitingQueue, chunk_rows, must_wait_for_prefix
+from sglane.managers.request import Phase, Request
+from sglane.managers.step_builder import Carry, Entry, StepBuilder
+from sglane.managers.step_results import MergedStep, ResultMerger
+from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.page_layout import PageLayout, Shortfall
+from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
+from sglane.plan.step_plan import LogprobBlock, StepPlan, StepResult
+from sglane.utils import fallback
+
+OUT_OF_KV = "out of KV space: the request needs more pages than the pool can give"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes the scheduler keeps to, all fixed at start-up."""
+
+    max_running_requests: int
+    max_request_tokens: int
+    chunk_tokens: int  # most prompt tokens in one step
+    max_unretired_steps: int  # 2 with overlap, 1 without
+    max_queued_requests: int | None = None
+    policy: str = "fcfs"
+    conservativeness: float = 1.0
+    reuse_prefixes: bool = True
+
+
+@dataclass
+class Totals:
+    """Monotonic counts since start."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_requests: int = 0
+    num_aborted: int = 0
+    num_retractions: int = 0
+
+
+@dataclass(frozen=True)
+class IssuedStep:
+    step: int
+    entries: list[Entry]
+
+
+@dataclass
+class StepSummary:
+    """What the log says of the last planned step."""
+
+    num_starts: int = 0
+    num_extend_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_continues: int = 0
+
+
+class Scheduler:
+    """Decides who runs, on which pages, in which step."""
+
+    def __init__(self, ledger: KVLedger, layout: PageLayout, limits: Limits, num_ranks: int):
+        self.ledger = ledger
+        self.limits = limits
+        self.totals = Totals()
+        self.last_step = StepSummary()
+        self._layout = layout
+        self._waiting = WaitingQueue(limits.policy, limits.max_queued_requests)
+        self._reserve = Reserve(limits.conservativeness, layout)
+        self._requests: dict[str, Request] = {}  # not finished
+        self._running: dict[str, Request] = {}  # admitted and not leaving
+        self._leaving: list[Request] = []  # out of the plans, residence kept until the last issued step retires
+        self._merger = ResultMerger(num_ranks)
+        self._issued: deque[IssuedStep] = deque()
+        self._carry = Carry()
+        self._outputs: list[RequestOutput] = []
+        self._next_step = 1
+        self._num_arrived = 0
+        self._num_admitted = 0
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, message: GenerateRequest) -> None:
+        """A new request. It is refused by an answer with an abort reason, never by an exception."""
+        num_prompt_tokens = len(message.input_ids) // 4
+        self.totals.num_requests += 1
+        if num_prompt_tokens >= self.limits.max_request_tokens:
+            limit = self.limits.max_request_tokens
+            self._refuse(message, 400, f"the prompt has {num_prompt_tokens} tokens, the limit is {limit - 1} (prompt and output: {limit})")
+        elif self._waiting.is_full():
+            self._refuse(message, 503, f"the queue is full ({len(self._waiting)} requests wait)")
+        else:
+            assert message.rid not in self._requests, f"rid {message.rid!r} is active: the front must refuse it"
+            request = Request(message, self._num_arrived, self.limits.max_request_tokens)
+            self._num_arrived += 1
+            self._requests[request.rid] = request
+            self._waiting.add(request)
+
+    def _refuse(self, message: GenerateRequest, status_code: int, text: str) -> None:
+        reason = FinishReason(kind="abort", message=text, status_code=status_code)
+        self.totals.num_aborted += 1
+        self._outputs.append(RequestOutput(message.rid, b"", len(message.input_ids) // 4, 0, 0, 0, 0, 0, finish=reason))
+
+    def finish(self, rid: str, num_output_tokens: int) -> None:
+        """The front cut the text at a stop string."""
+        if rid in self._requests:
+            self._end(self._requests[rid], FinishReason(kind="stop"), num_output_tokens)
+
+    def abort(self, rid: str) -> None:
+        if rid in self._requests:
+            self._abort(self._requests[rid], FinishReason(kind="abort", message="aborted"))
+
+    def abort_all(self, message: str, status_code: int) -> None:
+        for request in list(self._requests.values()):
+            self._abort(request, FinishReason(kind="abort", message=message, status_code=status_code))
+
+    def _abort(self, request: Request, reason: FinishReason) -> None:
+        self.totals.num_aborted += 1
+        self._end(request, reason)
+        self._answer(request, np.empty(0, np.int32), [])
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def add_result(self, result: StepResult) -> None:
+        """One rank's result; retires every step that is now complete."""
+        self._merger.add(result)
+        for merged in self._merger.complete():
+            self._retire(merged)
+
+    def _retire(self, merged: MergedStep) -> None:
+        issued = self._issued.popleft()
+        assert issued.step == merged.step, f"step {merged.step} retired, expected {issued.step}"
+        self.ledger.retired(merged.step)
+        for entry in issued.entries:
+            self._retire_entry(entry, merged)
+        for request in [item for item in self._leaving if item.admitted().last_step <= merged.step]:
+            self._leave(request)
+
+    def _retire_entry(self, entry: Entry, merged: MergedStep) -> None:
+        request = entry.request
+        request.retire_rows(entry.num_rows)
+        if entry.is_extend and request.phase in (Phase.PREFILL, Phase.DECODE):
+            change = self.ledger.publish(request.admitted().holding, request.publishable_key())
+            if change is not None:
+                self._carry.change_row(entry.slot, change)
+        blocks = merged.logprobs.get(entry.slot, [])
+        output_blocks = []
+        for block in blocks:
+            is_prompt = entry.is_extend and np.frombuffer(block.positions, np.int32, 1)[0] < request.num_prompt_tokens
+            if is_prompt and request.finish is None and request.logprob_start >= 0:
+                request.add_prompt_logprobs(block)
+            elif not is_prompt:
+                output_blocks.append(block)
+        if not entry.samples:
+            return
+        assert entry.slot in merged.tokens, f"step {merged.step}: no rank sampled slot {entry.slot} (request {request.rid})"
+        had_finished = request.finish is not None
+        tokens = request.retire_tokens(merged.tokens[entry.slot])
+        if had_finished:
+            return
+        self.totals.num_output_tokens += len(tokens)
+        if request.finish is not None:
+            self._end_admitted(request)
+        self._answer(request, tokens, output_blocks)
+
+    def _answer(self, request: Request, tokens: npt.NDArray[np.int32], blocks: list[LogprobBlock]) -> None:
+        cached, device, host = request.cached or (0, 0, 0)
+        self._outputs.append(
+            RequestOutput(
+                request.rid, tokens.tobytes(), request.num_prompt_tokens, request.num_output_tokens, cached, device, host, request.num_retractions,
+                finish=request.finish, input_logprobs=request.take_prompt_logprobs(), output_logprobs=[_to_chunk(block) for block in blocks],
+            )
+        )
+
+    def take_outputs(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, reason: FinishReason, num_kept_outputs: int | None = None) -> None:
+        was_waiting = request.phase is Phase.WAITING
+        request.finish_with(reason, num_kept_outputs)
+        if was_waiting and request.residence is None:
+            self._waiting.remove(request)
+        if not was_waiting:
+            self._end_admitted(request)
+        else:
+            del self._requests[request.rid]
+
+    def _end_admitted(self, request: Request) -> None:
+        """A request finished while it holds a slot; it may have been retracted before, then it is leaving already."""
+        del self._requests[request.rid]
+        if request.rid in self._running:
+            self._start_leaving(request)
+
+    def _start_leaving(self, request: Request) -> None:
+        del self._running[request.rid]
+        self._leaving.append(request)
+        if not self._issued or request.admitted().last_step < self._issued[0].step:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Publish what is known, give back pages and slot."""
+        residence = request.admitted()
+        self._leaving.remove(request)
+        self.ledger.release(residence.holding, request.publishable_key())
+        self._carry.release(residence.slot)
+        request.leave()
+        if request.phase is Phase.WAITING:
+            self._waiting.add(request)
+
+    def _retract(self, request: Request) -> None:
+        request.retract()
+        self.totals.num_retractions += 1
+        self._reserve.reset()
+        self._start_leaving(request)
+
+    # --- planning ----------------------------------------------------------------------------------------------------
+
+    def next_plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be issued now."""
+        if len(self._issued) >= self.limits.max_unretired_steps:
+            return None
+        builder = StepBuilder(self._next_step, self._layout)
+        for request in self._by_seniority():
+            if request.rid not in self._running:
+                continue  # retracted in favour of an older one
+            if request.phase is Phase.PREFILL:
+                self._plan_chunk(builder, request)
+            elif request.can_continue():
+                self._plan_continue(builder, request)
+        self._plan_admissions(builder)
+        self._carry.add_poison(self.ledger.drain_reusable())
+        if builder.is_empty():
+            return None
+        plan = builder.build(self._carry)
+        self._carry = Carry()
+        self._issued.append(IssuedStep(plan.step, builder.entries))
+        self.ledger.issued(plan.step)
+        self._next_step += 1
+        self._reserve.decay()
+        self.totals.num_prompt_tokens += builder.num_extend_tokens
+        self.totals.num_cached_tokens += builder.num_cached_tokens
+        self.last_step = StepSummary(builder.num_starts, builder.num_extend_tokens, builder.num_cached_tokens, builder.num_continues)
+        return plan
+
+    def _by_seniority(self) -> list[Request]:
+        """Who gets pages first; retraction takes from the other end."""
+        return sorted(self._running.values(), key=lambda item: (-item.priority, item.admitted().order))
+
+    def _plan_continue(self, builder: StepBuilder, request: Request) -> None:
+        residence = request.admitted()
+        pages = self._cover(builder, request, residence.num_rows_issued + 1, decode=True)
+        if pages is not None:
+            builder.continue_(request, pages)
+
+    def _plan_chunk(self, builder: StepBuilder, request: Request) -> None:
+        budget = self.limits.chunk_tokens - builder.num_extend_tokens
+        if budget <= 0:
+            return
+        start = request.admitted().num_rows_issued
+        num_rows = chunk_rows(start, request.num_rows_to_prefill(), budget, self._layout.page_size)
+        pages = self._cover(builder, request, start + num_rows, decode=False)
+        if pages is not None:
+            builder.extend(request, num_rows, pages)
+
+    def _cover(self, builder: StepBuilder, request: Request, num_rows: int, *, decode: bool) -> npt.NDArray[np.int32] | None:
+        """Pages so that `num_rows` rows are covered; takes them from the youngest if need be. None: not in this step."""
+        while True:
+            got = self.ledger.extend(request.admitted().holding, num_rows, decode=decode, lane_tokens=builder.lane_tokens)
+            if not isinstance(got, Shortfall):
+                return got
+            if got.pending or self._leaving:
+                return None  # pages are on their way
+            youngest = self._by_seniority()[-1]
+            if youngest is not request:
+                self._retract(youngest)
+            elif len(self._running) > 1 or self._issued:
+                return None  # older ones go first
+            else:
+                self._abort(request, FinishReason(kind="abort", message=OUT_OF_KV, status_code=503))
+                return None
+
+    def _plan_admissions(self, builder: StepBuilder) -> None:
+        if not len(self._waiting) or self._leaving_blocks_admission():
+            return
+        for request in self._waiting.in_order(self._hit_length):
+            if builder.num_extend_tokens >= self.limits.chunk_tokens or len(self._running) >= self.limits.max_running_requests:
+                return
+            if not self.ledger.has_free_slot():
+                return
+            key = request.key()
+            if self.limits.reuse_prefixes:
+                hit = self.ledger.hint(key, request.namespace)
+                if must_wait_for_prefix(request, key, hit, iter(self._running.values()), self._layout.page_size):
+                    continue
+            if not self._admit(builder, request):
+                return
+
+    def _leaving_blocks_admission(self) -> bool:
+        """A retracted request on its way out needs its pages back before anyone younger comes in."""
+        return any(request.phase is Phase.WAITING for request in self._leaving)
+
+    def _hit_length(self, request: Request) -> int:
+        return self.ledger.hint(request.key(), request.namespace)
+
+    def _admit(self, builder: StepBuilder, request: Request) -> bool:
+        """Take in one request with its first chunk. False: it does not fit now."""
+        max_hit_tokens = request.max_hit_tokens() if self.limits.reuse_prefixes else 0
+        holding = self.ledger.match(request.key(), request.namespace, max_hit_tokens)
+        start, page_size = holding.num_cached_tokens, self._layout.page_size
+        num_hit_pages = start // page_size
+        needed = self._layout.num_pages(request.num_known_tokens + 1) - num_hit_pages
+        promised = self._reserve.num_pages(iter(self._running.values()))
+        if self._running and needed + promised > int(self.ledger.available().sum()):
+            self.ledger.cancel(holding)
+            return False
+        budget = self.limits.chunk_tokens - builder.num_extend_tokens
+        end = start + chunk_rows(start, request.num_known_tokens - start, budget, page_size)
+        admission = self.ledger.admit(holding, end, builder.lane_tokens)
+        if isinstance(admission, Shortfall):
+            self.ledger.cancel(holding)
+            if not admission.pending and not self._running and not self._leaving and not self._issued:
+                self._abort(request, FinishReason(kind="abort", message=OUT_OF_KV, status_code=503))
+            return False
+        self._waiting.remove(request)
+        request.admit(admission.slot, holding, self._num_admitted, admission.num_cached_tokens)
+        self._num_admitted += 1
+        self._running[request.rid] = request
+        builder.start(request, admission, num_hit_pages)
+        builder.extend(request, end - admission.num_cached_tokens, np.empty(0, np.int32))
+        return True
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def is_idle(self) -> bool:
+        """No request object anywhere and no step under way."""
+        return not self._requests and not self._leaving and not self._issued
+
+    def unfinished(self) -> Iterator[str]:
+        return iter(self._requests)
+
+    @property
+    def oldest_unretired_step(self) -> int | None:
+        return self._issued[0].step if self._issued else None
+
+    def laggards(self) -> list[int]:
+        """Ranks that owe the oldest unretired step."""
+        return self._merger.laggards(self._issued[0].step) if self._issued else []
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def flush(self) -> bool:
+        """Drop the prefix cache; False while anything is under way."""
+        if not self.is_idle():
+            return False
+        self.ledger.flush()
+        return True
+
+    def load(self) -> dict[str, int | float]:
+        """Current load in requests and tokens, as /v1/loads and the log report it."""
+        total, page_size = self.ledger.num_tokens_total, self._layout.page_size
+        used = total - int(self.ledger.available().sum()) * page_size
+        return {
+            "num_running_reqs": len(self._running),
+            "num_waiting_reqs": len(self._waiting),
+            "num_waiting_uncached_tokens": self._waiting.num_tokens(),
+            "num_used_tokens": used,
+            "max_total_num_tokens": total,
+            "token_usage": used / total,
+            "new_token_ratio": self._reserve.ratio,
+        }
+
+    def kv_ledger(self) -> dict[str, object]:
+        """The ledger as /server_info shows it."""
+        return {**self.ledger.snapshot(), "fallbacks": fallback.counts()}
+
+
+def _to_chunk(block: LogprobBlock) -> LogprobChunk:
+    first_position = int(np.frombuffer(block.positions, np.int32, 1)[0])
+    return LogprobChunk(
+        first_position, block.token_ids, block.logprobs, block.num_top, block.top_ids, block.top_logprobs, block.asked_logprobs
+    )

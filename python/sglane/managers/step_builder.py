@@ -1,0 +1,124 @@
+"""Collects the parts of one step while it is planned, and remembers who is in it until it retires."""
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sglane.managers.request import Request
+from sglane.mem_cache.kv_ledger import Admission, RowChange
+from sglane.mem_cache.page_layout import PageLayout
+from sglane.plan.step_plan import Continues, Extend, RowUpdate, SlotStart, StepPlan, TailCopy
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One request's share of an issued step."""
+
+    request: Request
+    slot: int
+    num_rows: int
+    is_extend: bool
+    samples: bool
+
+
+@dataclass
+class Carry:
+    """What waits for the next plan: it can't wait for a step of its own, since an idle engine issues none."""
+
+    releases: list[int] = field(default_factory=list)  # slots
+    row_updates: list[RowUpdate] = field(default_factory=list)
+    poison: list[npt.NDArray[np.int32]] = field(default_factory=list)  # pages
+
+    def release(self, slot: int) -> None:
+        self.releases.append(slot)
+        self.row_updates = [update for update in self.row_updates if update.slot != slot]
+
+    def change_row(self, slot: int, change: RowChange) -> None:
+        self.row_updates.append(RowUpdate(slot, change.first_page, change.pages.astype(np.int32).tobytes()))
+
+    def add_poison(self, pages: npt.NDArray[np.int32]) -> None:
+        if len(pages):
+            self.poison.append(pages)
+
+
+class StepBuilder:
+    """One step under construction. `lane_tokens[lane]` counts the tokens that new pages give to each lane in this step."""
+
+    def __init__(self, step: int, layout: PageLayout):
+        self.step = step
+        self.entries: list[Entry] = []
+        self.num_extend_tokens = 0
+        self.num_cached_tokens = 0
+        self.lane_tokens = np.zeros(layout.cp_size, dtype=np.int64)
+        self._layout = layout
+        self._starts: list[SlotStart] = []
+        self._tail_copies: list[TailCopy] = []
+        self._extends: list[Extend] = []
+        self._continues: list[tuple[int, npt.NDArray[np.int32]]] = []
+
+    def is_empty(self) -> bool:
+        return not self.entries
+
+    @property
+    def num_starts(self) -> int:
+        return len(self._starts)
+
+    def _count_pages(self, pages: npt.NDArray[np.int32]) -> None:
+        self.lane_tokens += self._layout.lane_counts(pages) * self._layout.page_size
+
+    def start(self, request: Request, admission: Admission, num_hit_pages: int) -> None:
+        """A request takes its slot. Its first extend follows."""
+        history = request.tokens(0, admission.num_cached_tokens).tobytes() if request.sampling.needs_history() else b""
+        pages = admission.pages.astype(np.int32)
+        self._starts.append(
+            SlotStart(admission.slot, pages.tobytes(), admission.num_cached_tokens, request.num_prompt_tokens, request.sampling, history)
+        )
+        if admission.tail_copy is not None:
+            self._tail_copies.append(TailCopy(*admission.tail_copy))
+        self._count_pages(pages[num_hit_pages:])
+        self.num_cached_tokens += admission.num_cached_tokens
+
+    def extend(self, request: Request, num_rows: int, new_pages: npt.NDArray[np.int32]) -> None:
+        """Feed the next `num_rows` known tokens."""
+        residence = request.admitted()
+        start = residence.num_rows_issued
+        end = start + num_rows
+        samples = request.issue_extend(self.step, num_rows)
+        lookahead = -1 if samples else int(request.tokens(end, end + 1)[0])
+        self._extends.append(
+            Extend(residence.slot, start, request.tokens(start, end).tobytes(), lookahead, new_pages.tobytes(), samples, request.logprob_start)
+        )
+        self.entries.append(Entry(request, residence.slot, num_rows, True, samples))
+        self._count_pages(new_pages)
+        self.num_extend_tokens += num_rows
+
+    def continue_(self, request: Request, new_pages: npt.NDArray[np.int32]) -> None:
+        """Feed the slot's own last token."""
+        slot = request.admitted().slot
+        request.issue_continue(self.step)
+        self._continues.append((slot, new_pages))
+        self.entries.append(Entry(request, slot, 1, False, True))
+
+    @property
+    def num_continues(self) -> int:
+        return len(self._continues)
+
+    def build(self, carry: Carry) -> StepPlan:
+        """The finished plan; takes everything that waited."""
+        continues = Continues()
+        if self._continues:
+            slots = np.array([slot for slot, _ in self._continues], dtype=np.int32)
+            counts = np.array([len(pages) for _, pages in self._continues], dtype=np.int32)
+            pages = np.concatenate([pages for _, pages in self._continues]).astype(np.int32)
+            continues = Continues(slots.tobytes(), np.ones_like(slots).tobytes(), counts.tobytes(), pages.tobytes())
+        poison = np.concatenate(carry.poison).astype(np.int32).tobytes() if carry.poison else b""
+        return StepPlan(
+            step=self.step,
+            releases=np.array(carry.releases, dtype=np.int32).tobytes(),
+            row_updates=carry.row_updates,
+            poison=poison,
+            starts=self._starts,
+            tail_copies=self._tail_copies,
+            extends=self._extends,
+            continues=continues,
+        )
