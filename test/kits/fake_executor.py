@@ -66,7 +66,8 @@ class FakeExecutor:
         sampled = []
         for extend in plan.extends:
             self._rows[extend.slot] += np.frombuffer(extend.pages, np.int32).tolist()
-            assert self._lengths[extend.slot] == extend.start, f"slot {extend.slot} has {self._lengths[extend.slot]} rows, the extend starts at {extend.start}"
+            num_rows = self._lengths[extend.slot]
+            assert num_rows == extend.start, f"slot {extend.slot} has {num_rows} rows, the extend starts at {extend.start}"
             for token in np.frombuffer(extend.tokens, np.int32).tolist():
                 self._feed(extend.slot, token)
             if extend.sample:

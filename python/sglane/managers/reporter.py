@@ -26,9 +26,10 @@ class Reporter:
         if step.num_extend_tokens:
             load = self._scheduler.load()
             logger.info(
-                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, #queue-req: %d, #pending-token: %d, ",
-                step.num_starts, step.num_extend_tokens, step.num_cached_tokens, load["token_usage"], load["num_running_reqs"], load["num_waiting_reqs"],
-                load["num_waiting_uncached_tokens"],
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+                "#running-req: %d, #queue-req: %d, #pending-token: %d, ",
+                step.num_starts, step.num_extend_tokens, step.num_cached_tokens, load["token_usage"],
+                load["num_running_reqs"], load["num_waiting_reqs"], load["num_waiting_uncached_tokens"],
             )
         if step.num_continues:
             self._num_decode_steps += 1

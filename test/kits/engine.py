@@ -1,0 +1,71 @@
+"""The scheduler and an executor in one process, without sockets: what a server does, one turn of the loop at a time."""
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+
+from sglane.managers.scheduler import Limits, Scheduler
+from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.page_layout import PageLayout
+from sglane.plan.io_struct import GenerateRequest, RequestOutput, SamplingParams
+from sglane.plan.step_plan import StepPlan, StepResult
+
+
+class RunsPlans(Protocol):
+    """All ranks together: a plan in, one result per rank out."""
+
+    def run(self, plan: StepPlan) -> list[StepResult]: ...
+
+
+class Engine:
+    """Results come back one turn after their plan, so with overlap two steps are unretired."""
+
+    def __init__(self, executor: RunsPlans, layout: PageLayout, num_rows: int, num_slots: int, chunk: int, overlap: bool = True, **limits: Any):
+        self.layout = layout
+        self.ledger = KVLedger(layout, num_rows, num_slots, prefix_cache=limits.get("reuse_prefixes", True), record_reusable=True)
+        self.max_tokens = (num_rows - 1) * layout.cp_size * layout.page_size - layout.page_size
+        self.scheduler = Scheduler(self.ledger, layout, Limits(num_slots, self.max_tokens, chunk, 2 if overlap else 1, **limits), layout.cp_size)
+        self.executor = executor
+        self.outputs: dict[str, list[int]] = {}
+        self.last: dict[str, RequestOutput] = {}
+        self.messages: dict[str, list[RequestOutput]] = {}
+        self._under_way: deque[list[StepResult]] = deque()
+
+    def add(self, rid: str, prompt: Any, num_new: int, *, sampling: dict[str, Any] | None = None, **fields: Any) -> None:
+        """A greedy request; `sampling` are further SamplingParams fields, `fields` further GenerateRequest fields."""
+        params = SamplingParams(max_new_tokens=num_new, **{"temperature": 0.0, **(sampling or {})})
+        self.scheduler.add_request(GenerateRequest(rid=rid, input_ids=np.array(prompt, np.int32).tobytes(), sampling=params, **fields))
+        self.outputs.setdefault(rid, [])
+
+    def turn(self) -> bool:
+        """One turn of the loop; True if anything happened."""
+        happened = False
+        plan = self.scheduler.next_plan()
+        while plan is not None:
+            happened = True
+            self._under_way.append(self.executor.run(plan))
+            plan = self.scheduler.next_plan()
+        if self._under_way:
+            happened = True
+            for result in self._under_way.popleft():
+                self.scheduler.add_result(result)
+        self.ledger.audit()
+        for output in self.scheduler.take_outputs():
+            self.outputs[output.rid] += np.frombuffer(output.token_ids, np.int32).tolist()
+            self.last[output.rid] = output
+            self.messages.setdefault(output.rid, []).append(output)
+        return happened
+
+    def run(self, max_turns: int = 5000) -> None:
+        """Until idle; then the books must balance."""
+        for _ in range(max_turns):
+            if not self.turn() and self.scheduler.is_idle():
+                self.assert_clean()
+                return
+        raise AssertionError(f"not idle after {max_turns} turns: {self.scheduler.load()}")
+
+    def assert_clean(self) -> None:
+        state: Any = self.scheduler.kv_ledger()
+        assert state["leases"] == 0 and state["requests"] == 0, state
+        assert state["slots"]["free"] == state["slots"]["total"], state
+        assert sum(state["device"]["held"]) == 0 and sum(state["device"]["tickets"]) == 0, state
