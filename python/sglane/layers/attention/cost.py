@@ -5,8 +5,8 @@ import numpy as np
 TILE_ROWS = 128
 #: Elements of the largest temporary of one tile.
 TILE_ELEMENTS = 1 << 24
-#: Elements of the key/value rows gathered at once for decode rows.
-GATHER_ELEMENTS = 1 << 25
+#: Key rows, padding included, gathered at once for decode rows.
+GATHER_TOKENS = 1 << 15
 
 
 def mla_expanded(num_queries: int, num_keys: int, dims: tuple[int, int, int, int]) -> bool:
@@ -29,18 +29,18 @@ def tile_shape(num_keys: int, num_kv_heads: int, heads_per_kv: int) -> tuple[int
     return rows, heads
 
 
-def decode_buckets(num_pages: np.ndarray, page_elements: int) -> list[np.ndarray]:
+def decode_buckets(num_pages: np.ndarray, page_size: int) -> list[np.ndarray]:
     """Group decode rows by length, so that padding to the group's longest at most doubles its pages.
 
     num_pages int64 [b], each >= 1. Returns index arrays, longest rows first; each group's gather stays within
-    GATHER_ELEMENTS unless a single row is longer.
+    GATHER_TOKENS unless a single row is longer.
     """
     order = np.argsort(-num_pages, kind="stable")
     groups: list[np.ndarray] = []
     first = 0
     while first < len(order):
         longest = int(num_pages[order[first]])
-        most = max(1, GATHER_ELEMENTS // (longest * page_elements))
+        most = max(1, GATHER_TOKENS // (longest * page_size))
         last = first + 1
         used = longest
         while last < len(order) and last - first < most:

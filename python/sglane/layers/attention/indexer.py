@@ -1,0 +1,128 @@
+"""DSA: which keys each query attends to. Scores are float32 and exist in tiles only; the selection is exact and the same on every lane."""
+from dataclasses import dataclass
+from typing import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglane.distributed.exchange.local import Exchange
+from sglane.layers.attention.cost import TILE_ELEMENTS
+from sglane.layers.attention.keys import bucket_rows
+from sglane.layers.attention.plane import Plane
+from sglane.layers.attention.step_view import ContinuePart, DecodeBucket, ExtendPart
+from sglane.layers.attention.topk import merge_topk, select_topk
+
+#: Debug tap: (layer, slot, query positions int64 [m], selected key positions int64 [m, k], -1 padded; None = all causal keys).
+#: With several lanes a continue is reported by each lane with its own keys.
+SelectionTap = Callable[[int, int, np.ndarray, np.ndarray | None], None]
+
+
+@dataclass(frozen=True)
+class ExtendSelection:
+    """The first `num_dense` queries attend to all causal keys, query i after them to positions `chosen[i - num_dense]`."""
+
+    num_dense: int
+    chosen: Tensor | None  # int32 [n - num_dense, topk]
+
+
+@dataclass(frozen=True)
+class ContinueSelection:
+    """The keys of each continue that lie in this lane."""
+
+    rows: Tensor  # int64 [C, k] pool rows; padding: row 0
+    offsets: Tensor  # int64 [C, k]
+    hidden: Tensor  # bool [C, k] padding
+
+
+def select_extend(q: Tensor, weights: Tensor, keys: Tensor, positions: np.ndarray, topk: int) -> ExtendSelection:
+    """q float32 [n, Hi, Di] (scaled), weights float32 [n, Hi], keys [T, Di] of positions [0, T), ascending `positions` int64 [n]."""
+    num_dense = int(np.searchsorted(positions, topk))  # queries at positions < topk have at most topk causal keys
+    if num_dense == len(positions):
+        return ExtendSelection(num_dense, None)
+    keys = keys.float()
+    chosen = torch.empty((len(positions) - num_dense, topk), dtype=torch.int32, device=q.device)
+    rows = max(1, min(64, TILE_ELEMENTS // len(keys)))
+    for begin in range(num_dense, len(positions), rows):
+        at = positions[begin:begin + rows]
+        visible = keys[:int(at[-1]) + 1]
+        scores = index_scores(q[begin:begin + rows], weights[begin:begin + rows], visible)
+        columns = torch.arange(len(visible), device=q.device)
+        scores.masked_fill_(columns > torch.from_numpy(at).to(q.device).unsqueeze(1), float("-inf"))
+        chosen[begin - num_dense:begin - num_dense + len(at)] = select_topk(scores, topk)
+    return ExtendSelection(num_dense, chosen)
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """q float32 [m, Hi, Di], weights float32 [m, Hi], keys float32 [T, Di]; returns float32 [m, T]."""
+    m, num_heads, dim = q.shape
+    block = max(256, TILE_ELEMENTS // (m * num_heads))
+    scores = q.new_empty((m, len(keys)))
+    flat = q.reshape(m * num_heads, dim)
+    for begin in range(0, len(keys), block):
+        part = (flat @ keys[begin:begin + block].T).relu_().view(m, num_heads, -1)
+        scores[:, begin:begin + block] = torch.bmm(weights.unsqueeze(1), part).squeeze(1)
+    return scores
+
+
+def select_continues(q: Tensor, weights: Tensor, plane: Plane, layer: int, part: ContinuePart, topk: int,
+                     exchange: Exchange) -> ContinueSelection:
+    """q float32 [C, Hi, Di] (scaled) and weights float32 [C, Hi] of all continues of the step; this lane scores its own keys."""
+    num_continues, k = len(part.slots), min(topk, part.longest)
+    device = q.device
+    scores = torch.full((num_continues, k), float("-inf"), device=device)
+    rows, offsets, positions = (torch.zeros((num_continues, k), dtype=torch.int64, device=device) for _ in range(3))
+    for bucket in part.buckets:
+        found = _bucket_candidates(q, weights, plane, layer, bucket, k)
+        count = found[0].shape[1]
+        for target, values in zip((scores, rows, offsets, positions), found):
+            target[bucket.index, :count] = values
+    if exchange.size == 1:
+        return ContinueSelection(rows, offsets, scores == float("-inf"))
+    packed = torch.stack((scores.view(torch.int32), positions.to(torch.int32)))  # one collective for both
+    gathered = exchange.all_gather(packed)  # int32 [N, 2, C, k]
+    kept = merge_topk(gathered[:, 0].contiguous().view(torch.float32), gathered[:, 1].long(), topk)[exchange.rank]
+    return _compact(rows, offsets, kept)
+
+
+def _bucket_candidates(q: Tensor, weights: Tensor, plane: Plane, layer: int, bucket: DecodeBucket,
+                       k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best k keys of this lane: scores, rows, offsets, positions, each [b, min(k, num_keys)], ascending positions; hidden ones score -inf."""
+    keys = bucket_rows(plane, layer, bucket).float()  # [b, T, Di]
+    products = torch.bmm(q[bucket.index], keys.transpose(1, 2)).relu_()  # [b, Hi, T]
+    scores = torch.bmm(weights[bucket.index].unsqueeze(1), products).squeeze(1)
+    if bucket.hidden is not None:
+        scores.masked_fill_(bucket.hidden, float("-inf"))
+    best = select_topk(scores, k)  # [b, k]
+    best_scores = scores.gather(1, best)
+    page, offset = best // plane.page_size, best % plane.page_size
+    valid = best_scores > float("-inf")
+    rows = bucket.rows.gather(1, page).masked_fill(~valid, 0)  # padding reads the zero row
+    return best_scores, rows, offset, bucket.page_starts.gather(1, page) + offset
+
+
+def _compact(rows: Tensor, offsets: Tensor, kept: Tensor) -> ContinueSelection:
+    """Move the kept entries of each row to the front and cut to the longest row (at least one column)."""
+    order = (~kept).to(torch.int8).argsort(dim=1, stable=True)[:, :max(1, int(kept.sum(1).max()))]
+    hidden = ~kept.gather(1, order)
+    return ContinueSelection(rows.gather(1, order).masked_fill(hidden, 0), offsets.gather(1, order), hidden)
+
+
+def tap_extend(tap: SelectionTap, layer: int, part: ExtendPart, selection: ExtendSelection) -> None:
+    """Report the sets of one extend."""
+    if selection.num_dense:
+        tap(layer, part.slot, part.positions[:selection.num_dense], None)
+    if selection.chosen is not None:
+        tap(layer, part.slot, part.positions[selection.num_dense:], selection.chosen.cpu().numpy().astype(np.int64))
+
+
+def tap_continues(tap: SelectionTap, layer: int, part: ContinuePart, selection: ContinueSelection) -> None:
+    """Report the sets of all continues, this lane's keys only."""
+    starts = {}  # (continue, pool row) -> position of the page's first token
+    for bucket in part.buckets:
+        for i, index in enumerate(bucket.index.tolist()):
+            starts.update({(index, row): at for row, at in zip(bucket.rows[i].tolist(), bucket.page_starts[i].tolist()) if row})
+    for i, slot in enumerate(part.slots):
+        found = [starts[i, row] + offset for row, offset, hidden in
+                 zip(selection.rows[i].tolist(), selection.offsets[i].tolist(), selection.hidden[i].tolist()) if not hidden]
+        tap(layer, int(slot), part.positions[i:i + 1], np.array([sorted(found)], np.int64))
