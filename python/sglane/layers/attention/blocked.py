@@ -42,7 +42,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale:
     num_kv_heads, num_keys, value_dim = v.shape
     group = num_heads // num_kv_heads
     rows, heads = tile_shape(num_keys, num_kv_heads, group)
-    grouped = (q * scale).view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
+    grouped = (q * scale).reshape(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     out = q.new_empty((n, num_kv_heads, group, value_dim))
     for tile in query_tiles(positions, rows, q.device):
         m = tile.end - tile.begin

@@ -4,11 +4,11 @@ from torch import Tensor
 
 from sglane.distributed.exchange.local import Exchange
 from sglane.forward.forward_batch import IndexInputs, SharedSelection
-from sglane.layers.attention import mla
 from sglane.layers.attention.blocked import attend_causal, attend_rows, merge_partials
 from sglane.layers.attention.indexer import (ContinueSelection, ExtendSelection, SelectionTap, select_continues, select_extend, tap_continues,
                                              tap_extend)
 from sglane.layers.attention.keys import ExtendKeys, bucket_rows
+from sglane.layers.attention.mla import Heads, attend_extend
 from sglane.layers.attention.plane import Plane
 from sglane.layers.attention.step_view import ContinuePart, StepView
 
@@ -58,7 +58,7 @@ class PagedAttention:
             index: IndexInputs | SharedSelection | None) -> Tensor:
         """See AttentionOps."""
         view = self._view
-        heads = mla.Heads(w_uk, w_uv, scale)
+        heads = Heads(w_uk, w_uv, scale)
         self._kv.write(layer, view.rows, view.offsets, kv)
         if isinstance(index, IndexInputs):
             self._select(layer, index)
@@ -70,14 +70,14 @@ class PagedAttention:
                 if part.end > part.begin:
                     here = slice(part.begin, part.end)
                     selection = self._extend_sets[i] if sparse else ExtendSelection(part.end - part.begin, None)
-                    out[here] = mla.attend_extend(q_nope[here], q_rope[here], keys.rows(part), part.positions, heads, selection)
+                    out[here] = attend_extend(q_nope[here], q_rope[here], keys.rows(part), part.positions, heads, selection)
         if view.continues is not None:
             here = slice(view.continues.begin, None)
             selected = self._continue_sets if sparse else None
             out[here] = self._mla_continues(layer, torch.cat((q_nope[here], q_rope[here]), -1), heads, view.continues, selected)
         return out
 
-    def _mla_continues(self, layer: int, q: Tensor, heads: mla.Heads, part: ContinuePart, selected: ContinueSelection | None) -> Tensor:
+    def _mla_continues(self, layer: int, q: Tensor, heads: Heads, part: ContinuePart, selected: ContinueSelection | None) -> Tensor:
         """q [c, H, dn + dr] of the continues at home here; returns [c, H, dv]."""
         queries = heads.absorb(self._gather_queries(q, part)).unsqueeze(1)  # [C, 1, H, ck + dr]
         partials = self._partials(queries, heads.latent_dim, part)
