@@ -1,6 +1,7 @@
 """The default model behind a real server: sensible answers, stream equals non-stream, exact books."""
 import openai
 import pytest
+
 from kits.audit import assert_clean, assert_empty, wait_idle
 from kits.canary import Canary
 from kits.server import Server
