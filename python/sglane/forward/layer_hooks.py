@@ -1,7 +1,7 @@
 """Layer boundaries of a step: signs of life for the watchdog, and delays that tests ask for."""
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import msgspec
 

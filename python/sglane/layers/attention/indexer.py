@@ -1,6 +1,6 @@
 """DSA: which keys each query attends to. Scores are float32 and exist in tiles only; the selection is exact and the same on every lane."""
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 import torch

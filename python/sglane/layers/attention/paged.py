@@ -5,8 +5,15 @@ from torch import Tensor
 from sglane.distributed.exchange.local import Exchange
 from sglane.forward.forward_batch import IndexInputs, SharedSelection
 from sglane.layers.attention.blocked import attend_causal, attend_rows, merge_partials
-from sglane.layers.attention.indexer import (ContinueSelection, ExtendSelection, SelectionTap, select_continues, select_extend, tap_continues,
-                                             tap_extend)
+from sglane.layers.attention.indexer import (
+    ContinueSelection,
+    ExtendSelection,
+    SelectionTap,
+    select_continues,
+    select_extend,
+    tap_continues,
+    tap_extend,
+)
 from sglane.layers.attention.keys import ExtendKeys, bucket_rows
 from sglane.layers.attention.mla import Heads, attend_extend
 from sglane.layers.attention.plane import Plane

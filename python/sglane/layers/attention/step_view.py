@@ -1,6 +1,6 @@
 """Where the keys of a step are: index tensors that are computed once per step and used by every layer and plane."""
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 import torch

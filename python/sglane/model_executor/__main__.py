@@ -1,0 +1,116 @@
+"""Process of one rank: `python -m sglane.model_executor`, told what to do by a ProcessSpec (JSON) on standard input."""
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from types import TracebackType
+
+import setproctitle
+import torch
+import zmq
+
+from sglane.configs.model_config import load_model_config
+from sglane.distributed.groups import close_groups, init_groups
+from sglane.model_executor.executor import Executor, resolve_dtype
+from sglane.model_executor.loader import load_model
+from sglane.model_executor.memory import available_bytes
+from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, Progress, StepPlan, Stop, ToExecutor
+from sglane.server_args import ProcessSpec, ServerArgs
+from sglane.utils.ipc import Receiver, Sender
+
+logger = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+
+
+class ReportFailure:
+    """Context: tells the planner why this rank ends, if an exception ends it. The exception goes on."""
+
+    def __init__(self, sender: Sender, rank: int):
+        self._sender = sender
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._sender.send(ExecutorError(self._rank, f"{type(error).__name__}: {error}"))
+
+
+def die_with_parent() -> None:
+    """No orphan survives the launcher, however that ends (Linux)."""
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended in between
+        sys.exit(1)
+
+
+def pick_device(args: ServerArgs, rank: int) -> torch.device:
+    """The rank's device; ranks of one host take its GPUs in turn."""
+    if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError("--device cuda, but torch sees no CUDA device")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Executor, int]:
+    """Weights and communicators. Returns the executor and the device memory (bytes) that was free before."""
+    args, rank = spec.server_args, spec.rank
+    config = load_model_config(args.model_path, args.context_length)
+    available = available_bytes(device)
+    logger.info("Load weight begin. avail mem=%.2f GB", available / (1 << 30))
+    begin = time.perf_counter()
+    model = load_model(config, device, resolve_dtype(args, config), show_progress=rank == 0)
+    logger.info("Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.", time.perf_counter() - begin,
+                type(model).__name__, resolve_dtype(args, config), available_bytes(device) / (1 << 30), model.weight_bytes / (1 << 30))
+    groups = init_groups(rank, args.cp_size, spec.endpoints.rendezvous, device.type)
+
+    def report(step: int, layer: int) -> None:
+        sender.send(Progress(rank, step, layer))
+
+    return Executor(config, model, args, rank, groups, device, report), available
+
+
+def serve(spec: ProcessSpec, receiver: Receiver, sender: Sender) -> None:
+    """Start-up protocol, then plans until Stop."""
+    device = pick_device(spec.server_args, spec.rank)
+    executor, available = load(spec, device, sender)
+    sender.send(executor.ready(available))
+    while True:
+        message = receiver.recv()
+        if isinstance(message, StepPlan):
+            sender.send(executor.run(message))
+        elif isinstance(message, PoolInit):
+            executor.init_pool(message)
+            sender.send(PoolReady(spec.rank))
+        elif isinstance(message, Stop):
+            break
+    close_groups(executor.groups)
+
+
+def main() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the planner says when to stop
+    spec = ProcessSpec.from_json(sys.stdin.buffer.read())
+    setproctitle.setproctitle(f"sglane::executor_CP{spec.rank}")
+    logging.basicConfig(level=spec.server_args.log_level.upper(), format=f"[%(asctime)s CP{spec.rank}] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    context = zmq.Context()
+    receiver = Receiver(context, spec.endpoints.to_executors[spec.rank], ToExecutor)
+    sender = Sender(context, spec.endpoints.from_executors)
+    try:
+        with ReportFailure(sender, spec.rank):
+            serve(spec, receiver, sender)
+    finally:
+        receiver.close()
+        sender.close()
+        context.term()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""One rank: carries out plans strictly in order, in the order of duties stated in `plan/step_plan.py`."""
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglane import environ
+from sglane.configs.model_config import ModelConfig
+from sglane.distributed.groups import Groups, local_groups
+from sglane.forward.layer_hooks import Holds, StepHooks
+from sglane.layers.attention.indexer import SelectionTap
+from sglane.model_executor import logprobs, sampler
+from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
+from sglane.model_executor.memory import pool_rows
+from sglane.model_executor.model_runner import Model, ModelRunner, StepForward
+from sglane.model_executor.slot_table import SlotTable
+from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
+from sglane.model_executor.threads import ThreadPolicy
+from sglane.plan.step_plan import ExecutorReady, Extend, LogprobBlock, PoolInit, StepPlan, StepResult
+from sglane.server_args import ServerArgs
+
+
+class Executor:
+    """Slot table, pools, model and sampler of one rank. `init_pool` comes first, then `run` for plan 1, 2, 3, ..."""
+
+    def __init__(self, config: ModelConfig, model: Model, args: ServerArgs, rank: int = 0, groups: Groups | None = None,
+                 device: torch.device | None = None, report: Callable[[int, int], None] | None = None, tap: SelectionTap | None = None):
+        """groups: the communicators if cp_size > 1. report(step, layer): sign of life inside a long step. tap: see SelectionTap."""
+        self.rank = rank
+        self._config = config
+        self._model = model
+        self._args = args
+        self.groups = groups or local_groups()
+        self._device = device or torch.device("cpu")
+        self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank))
+        self._tap = tap
+        self._dtype = resolve_dtype(args, config)
+        self._specs = plane_specs(config.kv_planes(), self._dtype)
+        self._poison = environ.SGLANE_POISON
+        self._threads = ThreadPolicy(args.cp_size)
+        self._step = 0  # last plan carried out
+
+    def ready(self, available: int) -> ExecutorReady:
+        """What this rank can hold; available: device memory before the weights were loaded, in bytes."""
+        page_bytes = num_bytes_per_page(self._specs, self._args.page_size)
+        max_rows = pool_rows(self._args, self._device, available, self._model.weight_bytes, page_bytes)
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        return ExecutorReady(self.rank, self._specs, page_bytes, max_rows, self._model.weight_bytes, self._config.context_length,
+                             self._config.vocab_size, name)
+
+    def init_pool(self, init: PoolInit) -> None:
+        """Allocate pools and slot table."""
+        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, self._args.page_size)
+        self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device)
+        if self._poison:
+            self._pool.poison(np.arange(self._args.cp_size, init.num_rows * self._args.cp_size, dtype=np.int32))
+        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device, self._tap)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Carry out one plan. Raises AssertionError on a gap in the numbers or a plan that does not fit the slot table."""
+        begin = time.perf_counter()
+        assert plan.step == self._step + 1, f"rank {self.rank}: plan {plan.step} came after plan {self._step}"
+        self._step = plan.step
+        self._hooks.begin(plan.step)
+        self._apply_slots(plan)
+        batch = build_batch(plan, self._table, self._args.cp_size)
+        mine = [sample for sample in batch.samples if sample.lane == self.rank]
+        tokens, blocks = self._compute(plan, batch, mine)
+        self._hooks.before_exchange()
+        self._commit(plan, batch, self._exchange(batch.samples, mine, tokens))
+        self._hooks.before_result()
+        stalled = [slot for slot, lane in batch.stalled if lane == self.rank]
+        return StepResult(
+            plan.step, self.rank, np.array([s.slot for s in mine] + stalled, np.int32).tobytes(),
+            np.array([1] * len(mine) + [0] * len(stalled), np.int32).tobytes(), tokens.astype(np.int32).tobytes(), blocks,
+            (time.perf_counter() - begin) * 1e3)
+
+    def _apply_slots(self, plan: StepPlan) -> None:
+        """Everything before the forward: slots, rows, poison, tail copies, new pages."""
+        for slot in np.frombuffer(plan.releases, np.int32).tolist():
+            self._table.release(slot)
+        for update in plan.row_updates:
+            self._table.update_row(update)
+        self._pool.poison(np.frombuffer(plan.poison, np.int32))
+        for start in plan.starts:
+            self._table.start(start)
+        for copy in plan.tail_copies:
+            self._poison_new(np.array([copy.dst_page], np.int32))
+            self._pool.copy_tail(copy)
+        for extend in plan.extends:
+            self._append(extend.slot, np.frombuffer(extend.pages, np.int32))
+        slots, _, new_pages = continue_fields(plan)
+        for slot, pages in zip(slots.tolist(), new_pages):
+            if len(pages):
+                self._append(slot, pages)
+
+    def _append(self, slot: int, pages: np.ndarray) -> None:
+        self._poison_new(pages)
+        self._table.append_pages(slot, pages)
+
+    def _poison_new(self, pages: np.ndarray) -> None:
+        if self._poison:
+            self._pool.poison(pages)
+
+    def _compute(self, plan: StepPlan, batch: StepBatch, mine: list[Sampled]) -> tuple[np.ndarray, list[LogprobBlock]]:
+        """Forward and sampling. Returns the tokens int64 of `mine` and this rank's log probabilities."""
+        if not batch.entries:
+            return np.zeros(0, np.int64), []
+        split = self._runner.split(batch.entries)
+        self._threads.for_step(split.max_length)
+        forward = self._runner.forward(batch.entries, batch.num_extends, batch.tokens, split)
+        if self._poison:
+            assert bool(forward.hidden.isfinite().all()), f"rank {self.rank}, step {plan.step}: a poisoned row was read"
+        blocks = [found for extend, first in zip(plan.extends, batch.firsts.tolist())
+                  if (found := self._prompt_logprobs(extend, first, batch, forward)) is not None]
+        if not mine:
+            return np.zeros(0, np.int64), blocks
+        logits = self._runner.logits(forward.rows_of(np.array([sample.last_row for sample in mine], np.int64)))
+        tokens = sampler.sample(logits, [sampler.SampleRow(s.slot, s.position, self._table.get(s.slot)) for s in mine])
+        blocks += self._output_logprobs(logits, mine, tokens)
+        return tokens, blocks
+
+    def _output_logprobs(self, logits: Tensor, mine: list[Sampled], tokens: np.ndarray) -> list[LogprobBlock]:
+        blocks = []
+        for i, sample in enumerate(mine):
+            params = self._table.get(sample.slot).sampling
+            if params.logprobs:
+                scored = logprobs.score(logits[i:i + 1], tokens[i:i + 1], params)
+                blocks.append(logprobs.block(sample.slot, np.array([sample.position]), tokens[i:i + 1], [scored]))
+        return blocks
+
+    def _prompt_logprobs(self, extend: Extend, first: int, batch: StepBatch, forward: StepForward) -> LogprobBlock | None:
+        """Log probabilities of prompt tokens whose preceding row this rank owns; the row at position i scores the token at i + 1."""
+        if extend.logprob_start < 0:
+            return None
+        slot = self._table.get(extend.slot)
+        fed = np.frombuffer(extend.tokens, np.int32)
+        known = fed[1:] if extend.lookahead < 0 else np.append(fed[1:], np.int32(extend.lookahead))
+        scored = np.arange(len(known)) + extend.start + 1  # positions of `known`
+        wanted = (scored >= extend.logprob_start) & (scored < slot.num_prompt_tokens)
+        rows = first + np.arange(len(known))
+        wanted &= np.isin(rows, forward.local, assume_unique=True)
+        if not wanted.any():
+            return None
+        return logprobs.score_prompt(self._runner, forward.rows_of(rows[wanted]), extend.slot, scored[wanted], known[wanted], slot.sampling)
+
+    def _exchange(self, samples: list[Sampled], mine: list[Sampled], tokens: np.ndarray) -> np.ndarray:
+        """The one exchange that ends a step, also its fence: int64 [samples] tokens of all ranks."""
+        found = {sample.slot: token for sample, token in zip(mine, tokens.tolist())}
+        own = torch.tensor([found.get(sample.slot, -1) for sample in samples] or [-1], dtype=torch.int64)
+        every = self.groups.step.all_gather(own).amax(0).numpy()[:len(samples)]
+        assert (every >= 0).all(), f"rank {self.rank}, step {self._step}: no rank sampled some of {[s.slot for s in samples]}"
+        return every
+
+    def _commit(self, plan: StepPlan, batch: StepBatch, sampled: np.ndarray) -> None:
+        """Lengths, histories and last tokens after the step."""
+        for entry, first, i in zip(batch.entries, batch.firsts.tolist(), range(len(batch.entries))):
+            self._table.fed(entry.slot, batch.tokens[first:first + entry.num_tokens], known=i < batch.num_extends)
+        for sample, token in zip(batch.samples, sampled.tolist()):
+            self._table.sampled(sample.slot, token)
+
+
+def _no_report(step: int, layer: int) -> None:
+    """In-process use: nobody watches."""
+
+
+def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
+    """Type of weights and KV cache."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names[config.dtype if args.dtype == "auto" else args.dtype]

@@ -1,0 +1,53 @@
+"""The KV pools of one rank: one buffer per plane, rows addressed by page."""
+import logging
+
+import numpy as np
+import torch
+
+from sglane.layers.attention.plane import Plane, zero_rows
+from sglane.plan.step_plan import PlaneSpec, TailCopy
+
+logger = logging.getLogger(__name__)
+
+
+def plane_specs(planes: tuple[tuple[str, int, int], ...], dtype: torch.dtype) -> list[PlaneSpec]:
+    """planes: (name, layers, width) as the model's configuration states them; planes without layers are left out."""
+    return [PlaneSpec(name, num_layers, width, dtype.itemsize) for name, num_layers, width in planes if num_layers]
+
+
+def num_bytes_per_page(specs: list[PlaneSpec], page_size: int) -> int:
+    """All planes and layers of one page."""
+    return sum(spec.num_layers * spec.width * spec.num_bytes_per_element for spec in specs) * page_size
+
+
+class KVPool:
+    """Pages of this rank's lane; pages of other lanes in an argument are skipped."""
+
+    def __init__(self, specs: list[PlaneSpec], num_rows: int, page_size: int, cp_size: int, rank: int, dtype: torch.dtype,
+                 device: torch.device):
+        """num_rows includes row 0, which stays zero."""
+        self._cp_size = cp_size
+        self._rank = rank
+        self._device = device
+        self.planes = {spec.name: zero_rows(spec.name, num_rows, spec.num_layers, page_size, spec.width, dtype, device) for spec in specs}
+        num_bytes = num_rows * num_bytes_per_page(specs, page_size)
+        logger.info("KV Cache is allocated. dtype: %s, #tokens: %d, KV size: %.2f GB", dtype, (num_rows - 1) * page_size, num_bytes / (1 << 30))
+
+    def plane(self, name: str) -> Plane:
+        return self.planes[name]
+
+    def copy_tail(self, copy: TailCopy) -> None:
+        """Raises AssertionError if the pages lie in different lanes."""
+        assert copy.src_page % self._cp_size == copy.dst_page % self._cp_size, f"tail copy between lanes: {copy}"
+        if copy.src_page % self._cp_size == self._rank:
+            for plane in self.planes.values():
+                plane.copy_tokens(copy.src_page // self._cp_size, copy.dst_page // self._cp_size, copy.num_tokens)
+
+    def poison(self, pages: np.ndarray) -> None:
+        """Fill pages int32 [m] with NaN, so that any use of a row that was not written shows."""
+        rows = pages[pages % self._cp_size == self._rank].astype(np.int64) // self._cp_size
+        if len(rows):
+            assert rows.min() > 0, "page of the sink row is to be poisoned"
+            index = torch.from_numpy(rows).to(self._device)
+            for plane in self.planes.values():
+                plane.fill(index, float("nan"))

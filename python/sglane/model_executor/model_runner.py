@@ -1,0 +1,75 @@
+"""One forward of a step: from entries to the final hidden states of this rank's tokens."""
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglane.distributed.groups import Groups
+from sglane.forward.forward_batch import ForwardBatch, LayerHooks
+from sglane.forward.token_split import Entry, TokenSplit, split_tokens
+from sglane.layers.attention.indexer import SelectionTap
+from sglane.layers.attention.paged import PagedAttention
+from sglane.layers.attention.step_view import build_view
+from sglane.model_executor.kv_pool import KVPool
+
+
+class Model(Protocol):
+    """What the runner needs of a loaded model."""
+
+    weight_bytes: int
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [n, hidden] of the batch's tokens after the final norm."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [m, hidden] -> float32 [m, V]."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepForward:
+    """hidden [n, hidden] of the local tokens, which are the global tokens `local` int64 [n], ascending."""
+
+    hidden: Tensor
+    split: TokenSplit
+    local: np.ndarray
+
+    def rows_of(self, tokens: np.ndarray) -> Tensor:
+        """Hidden rows [m, hidden] of global tokens int64 [m], all of which are local."""
+        index = np.searchsorted(self.local, tokens)
+        return self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
+
+
+class ModelRunner:
+    """Runs the model over the local tokens of a step."""
+
+    def __init__(self, model: Model, pool: KVPool, groups: Groups, hooks: LayerHooks, page_size: int, device: torch.device,
+                 tap: SelectionTap | None = None):
+        self._model = model
+        self._pool = pool
+        self._exchange = groups.attention
+        self._hooks = hooks
+        self._page_size = page_size
+        self._device = device
+        self._tap = tap
+
+    def split(self, entries: list[Entry]) -> TokenSplit:
+        return split_tokens(entries, self._page_size, self._exchange.size)
+
+    def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit) -> StepForward:
+        """entries: `num_extends` extends, then continues; tokens int64 [T] in global order. Every rank calls it, also without local tokens."""
+        exchange = self._exchange
+        local = split.local(exchange.rank)
+        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device)
+        index = self._pool.planes.get("target.index")
+        attention = PagedAttention(self._pool.plane("target.kv"), index, view, exchange, self._tap)
+        batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
+                             attention, self._hooks)
+        return StepForward(self._model.forward(batch), split, local)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [m, hidden] -> float32 [m, V]."""
+        return self._model.logits(hidden)
