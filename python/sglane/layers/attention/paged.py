@@ -39,9 +39,9 @@ class PagedAttention:
 
     def gqa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See AttentionOps."""
-        n, num_heads, head_dim = q.shape
+        num_heads, head_dim = q.shape[1:]
         num_kv_heads = k.shape[1]
-        rows = torch.cat((k.reshape(n, -1), v.reshape(n, -1)), 1)  # [n, 2 * Hkv * D]
+        rows = torch.cat((k.flatten(1), v.flatten(1)), 1)  # [n, 2 * Hkv * D]
         self._kv.write(layer, self._view.rows, self._view.offsets, rows)
         out = torch.empty_like(q)
         if self._view.extends:
