@@ -60,3 +60,20 @@ def test_links_between_pages_exist():
     missing = [f"{page.name}: {target}" for page in pages for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
                if not (page.parent / target).exists()]
     assert not missing
+
+
+#: Where a path named in a page may start.
+ROOTS = (REPO, REPO / "python" / "sglane", REPO / "test", REPO / "test" / "registered")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/requirements.md", "docs/performance.md"])
+def test_files_named_in_pages_exist(page):
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|[\w/]+\.(?:py|md|sh))`", (REPO / page).read_text())
+    assert named
+    missing = [path for path in named if not any((root / path).exists() for root in ROOTS)]
+    assert not missing
+
+
+def test_every_requirement_has_a_row():
+    rows = re.findall(r"^\| R(\d+) \|", (REPO / "docs" / "requirements.md").read_text(), re.MULTILINE)
+    assert [int(row) for row in rows] == list(range(1, 37))
