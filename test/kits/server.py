@@ -74,7 +74,7 @@ class Server:
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []
-        self._log_file = tempfile.NamedTemporaryFile(prefix="sglane-", suffix=".log", delete=False)  # noqa: SIM115
+        self._log_file = tempfile.NamedTemporaryFile(prefix="sglane-", suffix=".log")  # gone when closed
         self.log_path = Path(self._log_file.name)
         self._client = httpx.Client(base_url=self.url, timeout=120.0, trust_env=False)
 
@@ -116,25 +116,26 @@ class Server:
             code = self.poll()
             if code is not None:
                 raise ServerFailed(f"the server ended with exit code {code} before it was ready\n{self.log_tail()}")
+            self._remember_family()
             if self.health() == 200:
-                self._family = self.processes()
                 return
             time.sleep(0.1)
         raise ServerFailed(f"the server was not ready after {self._start_timeout_s:.0f} s\n{self.log_tail()}")
 
     def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, then wait. Returns the exit code; raises ServerFailed if it does not end or leaves a process behind."""
-        self._family = self._family or self.processes()
+        self._remember_family()
         self.signal(signal.SIGTERM)
         return self.wait_exit(timeout_s)
 
     def wait_exit(self, timeout_s: float = 60.0) -> int:
         """Wait until the server has ended by itself. Returns its exit code."""
-        assert self._process is not None, "not started"
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise ServerFailed(f"the server did not end within {timeout_s:.0f} s\n{self.log_tail()}") from None
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server did not end within {timeout_s:.0f} s\n{self.log_tail()}")
+            self._remember_family()
+            time.sleep(0.05)
         _, left = psutil.wait_procs(self._family, timeout=5.0)
         if left:
             raise ServerFailed(f"the server ended but left {[(p.pid, p.cmdline()) for p in left]}\n{self.log_tail()}")
@@ -178,6 +179,10 @@ class Server:
         except psutil.NoSuchProcess:
             return []
 
+    def _remember_family(self) -> None:
+        """Children are only found while their parent lives; orphans are looked for after it has ended."""
+        self._family = list({*self._family, *self.processes()})
+
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
@@ -190,7 +195,6 @@ class Server:
         self.kill()
         self._client.close()
         self._log_file.close()
-        self.log_path.unlink(missing_ok=True)
 
     # requests
 

@@ -1,0 +1,39 @@
+"""Two ranks over one shared KV cache answer as one rank does, and both own pages."""
+import pytest
+
+from kits.audit import assert_clean, assert_conserved, wait_idle
+from kits.server import Server
+
+FLAGS = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "4096", "--chunked-prefill-size", "96")
+PROMPTS = {
+    "one token": [42],
+    "less than a page": list(range(100, 109)),
+    "a page and one token": list(range(200, 217)),
+    "several chunks": [300 + (7 * i) % 5000 for i in range(301)],
+    "a prefix of that, and other tokens": [300 + (7 * i) % 5000 for i in range(150)] + list(range(900, 931)),
+}
+
+
+def answers(server: Server) -> dict[str, list[int]]:
+    found = {name: server.generate(prompt, max_new_tokens=24, ignore_eos=True)["output_ids"] for name, prompt in PROMPTS.items()}
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    batch = server.ask("/generate", {"input_ids": list(PROMPTS.values()), "sampling_params": sampling})
+    assert [answer["output_ids"] for answer in batch] == list(found.values()), "a batch answers differently"
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_answer_as_one():
+    with Server(*FLAGS) as one:
+        expected = answers(one)
+        assert_clean(wait_idle(one))
+    with Server(*FLAGS, "--cp-size", "2", "--enable-cp-shared-kv", env={"SGLANE_POISON": "1"}) as two:
+        assert answers(two) == expected
+        ledger = wait_idle(two)
+        assert_clean(ledger)
+        assert ledger["cp_size"] == 2
+        assert min(ledger["device"]["cached"]) > 0, f"a lane owns nothing: {ledger}"
+        two.flush_cache()
+        assert_conserved(two.kv_ledger())
+        assert answers(two) == expected, "the answers change after a flush"
+        assert "Paris" in two.chat("What is the capital of France?", max_tokens=32)["choices"][0]["message"]["content"]
