@@ -1,5 +1,6 @@
 """Text that has no place in a repository: addresses of other machines, paths of one machine, and talk about how it was made."""
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,10 +31,17 @@ def check_words(texts: Mapping[str, str]) -> list[Violation]:
     return violations
 
 
+def tracked_files() -> list[str]:
+    """Paths that git tracks or would track; empty without git."""
+    if shutil.which("git") is None:
+        return []
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True).stdout.splitlines()
+
+
 def repository_texts() -> dict[str, str]:
     """Every text file that git tracks or would track; without git, every text file outside build folders."""
-    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPO, capture_output=True, text=True)
-    names = listed.stdout.splitlines() if listed.returncode == 0 else [str(path.relative_to(REPO)) for path in REPO.rglob("*")]
+    names = tracked_files() or [str(path.relative_to(REPO)) for path in REPO.rglob("*")]
     texts = {}
     for name in names:
         path = Path(REPO, name)
