@@ -47,7 +47,8 @@ UNCHUNKED_STEP_TOKENS = 1 << 30
 #: Longest sleep of the loop, so that heartbeats, timeouts and the watchdog run.
 MAX_WAIT_MS = 200
 HEARTBEAT_S = 1.0
-DEFAULT_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
+DEFAULT_RUNNING_REQUESTS_CPU = 64
+DEFAULT_RUNNING_REQUESTS_GPU = 256
 #: Pages a lone request must leave free: the source of its tail copy stays leased until the copy has run.
 SPARE_PAGES = 1
 
@@ -83,7 +84,8 @@ def agree_on_sizes(args: ServerArgs, layout: PageLayout, ready: list[ExecutorRea
     max_request_tokens = min(context_length, (num_pages - SPARE_PAGES) * layout.page_size)
     if max_request_tokens < context_length:
         logger.warning("requests are limited to %d tokens by the KV pool; the context length is %d", max_request_tokens, context_length)
-    num_slots = args.max_running_requests or DEFAULT_RUNNING_REQUESTS[ready[0].device_name.split(":")[0]]
+    default_slots = DEFAULT_RUNNING_REQUESTS_CPU if ready[0].device_name == "cpu" else DEFAULT_RUNNING_REQUESTS_GPU
+    num_slots = args.max_running_requests or default_slots
     return Sizes(num_rows, num_slots, context_length, max_request_tokens)
 
 
