@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kits.thread_ranks import run_ranks
+from kits.thread_ranks import ThreadGroup
 from sglane.distributed.exchange.local import LocalExchange
 from sglane.forward.forward_batch import SHARED_SELECTION, IndexInputs
 from sglane.forward.token_split import Entry, split_tokens
@@ -63,7 +63,11 @@ class World:
             attention = PagedAttention(*self.planes[rank], view, exchange, tap)
             return torch.stack([call(attention, layer, slots[local], split.positions[local]) for layer in range(NUM_LAYERS)])
 
-        results = [rank_work(0, LocalExchange())] if self.cp_size == 1 else run_ranks(self.cp_size, rank_work)
+        if self.cp_size == 1:
+            results = [rank_work(0, LocalExchange())]
+        else:
+            group = ThreadGroup(self.cp_size)
+            results = group.run(lambda rank: rank_work(rank, group.exchange(rank)))
         joined = torch.cat(results, 1)
         out = torch.empty_like(joined)
         out[:, split.order] = joined
@@ -130,9 +134,9 @@ class MlaData:
 class MlaCall:
     """Feeds the data of the slots to `mla`; layer 1 is an IndexShare layer where `share`."""
 
-    def __init__(self, data: list[MlaData], w_uk: Tensor, w_uv: Tensor, scale: float, topk: int | None, index_scale: float = 0.25, share: bool = False):
+    def __init__(self, data: list[MlaData], w_uk: Tensor, w_uv: Tensor, scale: float, topk: int | None, share: bool = False):
         self._data, self._weights, self._scale = data, (w_uk, w_uv), scale
-        self._topk, self._index_scale, self._share = topk, index_scale, share
+        self._topk, self._share = topk, share
 
     def __call__(self, attention: PagedAttention, layer: int, slots: np.ndarray, positions: np.ndarray) -> Tensor:
         def rows(name: str) -> Tensor:
@@ -140,7 +144,7 @@ class MlaCall:
             return torch.stack(every) if every else getattr(self._data[0], name)[:0]
         index: object = None
         if self._topk is not None:
-            index = IndexInputs(layer, rows("index_q"), rows("index_k"), rows("index_w"), self._index_scale, self._topk)
+            index = IndexInputs(layer, rows("index_q"), rows("index_k"), rows("index_w"), 0.25, self._topk)
             if self._share and layer == 1:
                 index = SHARED_SELECTION
         return attention.mla(layer, rows("q_nope"), rows("q_rope"), rows("kv"), *self._weights, self._scale, index)

@@ -1,4 +1,4 @@
-"""Ranks as threads of the test process: the exchange of a group without processes or sockets."""
+"""Ranks as threads of the test process: the exchanges of a group without processes or sockets."""
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,23 +36,35 @@ class ThreadExchange:
         return self.all_gather(padded).flatten(0, 1)[inverse]
 
 
-def run_ranks(size: int, work: Callable[[int, ThreadExchange], Result]) -> list[Result]:
-    """Call work(rank, exchange) on `size` threads and return the results in rank order; the first failure is raised."""
-    barrier = threading.Barrier(size, timeout=60)
-    boxes: list[Tensor | None] = [None] * size
-    exchanges = [ThreadExchange(rank, boxes, barrier) for rank in range(size)]
+class ThreadGroup:
+    """`size` ranks; `exchange(rank)` and `run` may be used again and again."""
 
-    def guarded(rank: int) -> Result:
-        try:
-            return work(rank, exchanges[rank])
-        except BaseException:
-            barrier.abort()  # so that the others end too
-            raise
+    def __init__(self, size: int):
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        boxes: list[Tensor | None] = [None] * size
+        self._exchanges = [ThreadExchange(rank, boxes, self._barrier) for rank in range(size)]
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(guarded, rank) for rank in range(size)]
-        errors = [error for future in futures if (error := future.exception()) is not None]
+    def exchange(self, rank: int) -> ThreadExchange:
+        return self._exchanges[rank]
+
+    def run(self, work: Callable[[int], Result]) -> list[Result]:
+        """Call work(rank) on all threads and return the results in rank order; the first failure is raised."""
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(self._guarded, work, rank) for rank in range(self.size)]
+            errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
-        assert len({exchange.num_calls for exchange in exchanges}) == 1, "ranks made different numbers of calls"
+        assert len({exchange.num_calls for exchange in self._exchanges}) == 1, "ranks made different numbers of calls"
         return [future.result() for future in futures]
+
+    def _guarded(self, work: Callable[[int], Result], rank: int) -> Result:
+        torch.set_num_threads(1)
+        done = False
+        try:
+            result = work(rank)
+            done = True
+            return result
+        finally:
+            if not done:
+                self._barrier.abort()  # so that the others end too

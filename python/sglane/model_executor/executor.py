@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from sglane import environ
-from sglane.configs.model_config import ModelConfig
 from sglane.distributed.groups import Groups, local_groups
 from sglane.forward.layer_hooks import Holds, StepHooks
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.memory import pool_rows
-from sglane.model_executor.model_runner import Model, ModelRunner, StepForward
+from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes, StepForward
 from sglane.model_executor.slot_table import SlotTable
 from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
 from sglane.model_executor.threads import ThreadPolicy
@@ -25,7 +24,7 @@ from sglane.server_args import ServerArgs
 class Executor:
     """Slot table, pools, model and sampler of one rank. `init_pool` comes first, then `run` for plan 1, 2, 3, ..."""
 
-    def __init__(self, config: ModelConfig, model: Model, args: ServerArgs, rank: int = 0, groups: Groups | None = None,
+    def __init__(self, config: ModelSizes, model: Model, args: ServerArgs, rank: int = 0, groups: Groups | None = None,
                  device: torch.device | None = None, report: Callable[[int, int], None] | None = None, tap: SelectionTap | None = None):
         """groups: the communicators if cp_size > 1. report(step, layer): sign of life inside a long step. tap: see SelectionTap."""
         self.rank = rank
@@ -70,7 +69,8 @@ class Executor:
         mine = [sample for sample in batch.samples if sample.lane == self.rank]
         tokens, blocks = self._compute(plan, batch, mine)
         self._hooks.before_exchange()
-        self._commit(plan, batch, self._exchange(batch.samples, mine, tokens))
+        for sample, token in zip(batch.samples, self._exchange(batch.samples, mine, tokens).tolist()):
+            self._table.sampled(sample.slot, token)
         self._hooks.before_result()
         stalled = [slot for slot, lane in batch.stalled if lane == self.rank]
         return StepResult(
@@ -114,6 +114,8 @@ class Executor:
         forward = self._runner.forward(batch.entries, batch.num_extends, batch.tokens, split)
         if self._poison:
             assert bool(forward.hidden.isfinite().all()), f"rank {self.rank}, step {plan.step}: a poisoned row was read"
+        for i, (entry, first) in enumerate(zip(batch.entries, batch.firsts.tolist())):
+            self._table.fed(entry.slot, batch.tokens[first:first + entry.num_tokens], known=i < batch.num_extends)
         blocks = [found for extend, first in zip(plan.extends, batch.firsts.tolist())
                   if (found := self._prompt_logprobs(extend, first, batch, forward)) is not None]
         if not mine:
@@ -155,19 +157,12 @@ class Executor:
         assert (every >= 0).all(), f"rank {self.rank}, step {self._step}: no rank sampled some of {[s.slot for s in samples]}"
         return every
 
-    def _commit(self, plan: StepPlan, batch: StepBatch, sampled: np.ndarray) -> None:
-        """Lengths, histories and last tokens after the step."""
-        for entry, first, i in zip(batch.entries, batch.firsts.tolist(), range(len(batch.entries))):
-            self._table.fed(entry.slot, batch.tokens[first:first + entry.num_tokens], known=i < batch.num_extends)
-        for sample, token in zip(batch.samples, sampled.tolist()):
-            self._table.sampled(sample.slot, token)
-
 
 def _no_report(step: int, layer: int) -> None:
     """In-process use: nobody watches."""
 
 
-def resolve_dtype(args: ServerArgs, config: ModelConfig) -> torch.dtype:
+def resolve_dtype(args: ServerArgs, config: ModelSizes) -> torch.dtype:
     """Type of weights and KV cache."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     return names[config.dtype if args.dtype == "auto" else args.dtype]

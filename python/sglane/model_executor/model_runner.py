@@ -15,6 +15,27 @@ from sglane.layers.attention.step_view import build_view
 from sglane.model_executor.kv_pool import KVPool
 
 
+class ModelSizes(Protocol):
+    """What the executor needs of a model's configuration; ModelConfig has it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt + output in tokens."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Type of the checkpoint: float32, bfloat16 or float16."""
+        ...
+
+    def kv_planes(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, layers, width in elements) of every plane."""
+        ...
+
+
 class Model(Protocol):
     """What the runner needs of a loaded model."""
 

@@ -1,0 +1,147 @@
+"""Plans made by hand for executor tests: random pages, any chunking, no scheduler."""
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kits.thread_ranks import ThreadGroup
+from sglane.distributed.groups import Groups
+from sglane.model_executor.executor import Executor
+from sglane.plan.io_struct import SamplingParams
+from sglane.plan.step_plan import Continues, Extend, LogprobBlock, PoolInit, SlotStart, StepPlan, StepResult, TailCopy
+from sglane.server_args import ServerArgs
+
+NUM_SLOTS = 8
+MAX_PAGES = 256
+
+Run = Callable[[StepPlan], list[StepResult]]
+
+
+def ints(values: object) -> bytes:
+    return np.asarray(values, np.int32).tobytes()
+
+
+def greedy(max_new_tokens: int = 1 << 20, **fields: object) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **fields)
+
+
+def start_ranks(config: object, model: object, page_size: int, cp_size: int = 1, num_rows: int = 200, tap: object = None) -> Run:
+    """Executors of all ranks as threads of this process; returns a function that runs a plan on all of them."""
+    args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
+    group = ThreadGroup(cp_size)
+    groups = [Groups(group.exchange(rank), group.exchange(rank)) if cp_size > 1 else None for rank in range(cp_size)]
+    executors = [Executor(config, model, args, rank, groups[rank], tap=tap) for rank in range(cp_size)]
+    torch.set_num_threads(1)
+    for executor in executors:
+        executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))
+    if cp_size == 1:
+        return lambda plan: [executors[0].run(plan)]
+    return lambda plan: group.run(lambda rank: executors[rank].run(plan))
+
+
+@dataclass
+class Running:
+    """One slot."""
+
+    prompt: list[int]
+    pages: list[int]
+    fed: int
+    outputs: list[int] = field(default_factory=list)
+
+
+@dataclass
+class PlanDriver:
+    """Keeps the slots of a run; pages are handed out at random, over all lanes."""
+
+    run: Run
+    page_size: int
+    cp_size: int = 1
+    num_rows: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        pages = np.arange(self.cp_size, self.num_rows * self.cp_size)
+        self.free: list[int] = np.random.default_rng(self.seed).permutation(pages).tolist()
+        self.slots: dict[int, Running] = {}
+        self.blocks: list[LogprobBlock] = []
+        self._step = 0
+        self._starts: list[SlotStart] = []
+        self._copies: list[TailCopy] = []
+        self._releases: list[int] = []
+        self._poison: list[int] = []
+
+    def start(self, slot: int, prompt: list[int], sampling: SamplingParams, cached: list[int] | None = None, num_cached: int = 0,
+              copies: list[TailCopy] | None = None, num_prompt: int | None = None) -> None:
+        """The slot starts with the next step. cached: pages that hold the first `num_cached` tokens."""
+        history = ints(prompt[:num_cached]) if sampling.needs_history() else b""
+        self._starts.append(SlotStart(slot, ints(cached or []), num_cached, len(prompt) if num_prompt is None else num_prompt, sampling, history))
+        self._copies += copies or []
+        self.slots[slot] = Running(list(prompt), list(cached or []), num_cached)
+
+    def release(self, slot: int, poison: bool = True) -> Running:
+        """The slot ends with the next step; its pages are poisoned then, unless they stay cached."""
+        running = self.slots.pop(slot)
+        self._releases.append(slot)
+        if poison:
+            self._poison += running.pages
+        return running
+
+    def take_page(self, lane: int | None = None) -> int:
+        index = 0 if lane is None else next(i for i, page in enumerate(self.free) if page % self.cp_size == lane)
+        return self.free.pop(index)
+
+    def grow(self, slot: int, num_tokens: int) -> list[int]:
+        """New pages that cover `num_tokens`."""
+        running = self.slots[slot]
+        new = [self.take_page() for _ in range(-(-num_tokens // self.page_size) - len(running.pages))]
+        running.pages += new
+        return new
+
+    def step(self, extends: dict[int, int], continues: list[int] | None = None, logprob_start: int = -1) -> dict[int, int]:
+        """extends: slot -> number of prompt tokens. Returns the sampled tokens by slot."""
+        self._step += 1
+        parts = []
+        for slot, n in extends.items():
+            running = self.slots[slot]
+            begin, end = running.fed, min(running.fed + n, len(running.prompt))
+            lookahead = running.prompt[end] if end < len(running.prompt) else -1
+            parts.append(Extend(slot, begin, ints(running.prompt[begin:end]), lookahead, ints(self.grow(slot, end)), end == len(running.prompt),
+                                logprob_start))
+            running.fed = end
+        continues = continues or []
+        new = []
+        for slot in continues:
+            self.slots[slot].fed += 1
+            new.append(self.grow(slot, self.slots[slot].fed))
+        plan = StepPlan(self._step, ints(self._releases), [], ints(self._poison), self._starts, self._copies, parts,
+                        Continues(ints(continues), ints([1] * len(continues)), ints([len(p) for p in new]), ints(sum(new, []))))
+        self.free += self._poison
+        self._releases, self._poison, self._starts, self._copies = [], [], [], []
+        return self._collect(self.run(plan))
+
+    def _collect(self, results: list[StepResult]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for result in results:
+            assert result.step == self._step
+            slots, tokens = np.frombuffer(result.slots, np.int32).tolist(), np.frombuffer(result.tokens, np.int32).tolist()
+            assert np.frombuffer(result.num_tokens, np.int32).tolist() == [1] * len(slots)
+            for slot, token in zip(slots, tokens):
+                assert slot not in found, f"slot {slot} was sampled twice"
+                found[slot] = token
+                self.slots[slot].outputs.append(token)
+            self.blocks += result.logprobs
+        return found
+
+    def prefill(self, slot: int, chunk: int, logprob_start: int = -1) -> None:
+        """Feed the whole prompt in chunks."""
+        while self.slots[slot].fed < len(self.slots[slot].prompt):
+            self.step({slot: chunk}, logprob_start=logprob_start)
+
+    def generate(self, slot: int, prompt: list[int], num_tokens: int, chunk: int, sampling: SamplingParams | None = None) -> list[int]:
+        """Start, prefill and decode one slot on its own; it stays taken."""
+        self.start(slot, prompt, sampling or greedy())
+        self.prefill(slot, chunk)
+        while len(self.slots[slot].outputs) < num_tokens:
+            self.step({}, [slot])
+        return self.slots[slot].outputs
