@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+import torch
+
+from sglane.model_executor import memory
+from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
+from sglane.model_executor.slot_table import SlotError, SlotTable
+from sglane.plan.io_struct import SamplingParams
+from sglane.plan.step_plan import RowUpdate, SlotStart, TailCopy
+from sglane.server_args import ServerArgs
+
+CPU = torch.device("cpu")
+PLANES = (("target.kv", 3, 6), ("target.index", 2, 4), ("draft.kv", 0, 6))
+
+
+def pool(rank: int = 0, cp_size: int = 1, page_size: int = 4) -> KVPool:
+    return KVPool(plane_specs(PLANES, torch.float32), 5, page_size, cp_size, rank, torch.float32, CPU)
+
+
+def ints(values: list[int]) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def test_planes_and_sizes() -> None:
+    specs = plane_specs(PLANES, torch.bfloat16)
+    assert [spec.name for spec in specs] == ["target.kv", "target.index"]
+    assert num_bytes_per_page(specs, 4) == (3 * 6 + 2 * 4) * 4 * 2
+    plane = pool().plane("target.kv")
+    rows, offsets = torch.tensor([3, 1]), torch.tensor([2, 0])
+    plane.write(1, rows, offsets, torch.arange(12.0).view(2, 6))
+    assert plane.buffer[3, 1, 2].tolist() == list(range(6)) and plane.buffer[1, 1, 0].tolist() == list(range(6, 12))
+    assert plane.buffer.sum() == 66
+    assert torch.equal(plane.tokens(1, rows, offsets), torch.arange(12.0).view(2, 6))
+    assert torch.equal(plane.pages(1, torch.tensor([3, 0])), plane.buffer[[3, 0], 1])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tail_copy_moves_the_first_tokens_of_all_planes_in_the_owner_only(rank: int) -> None:
+    own = pool(rank, 2)
+    for plane in own.planes.values():
+        plane.buffer.copy_(torch.randn(plane.buffer.shape))
+    before = {name: plane.buffer.clone() for name, plane in own.planes.items()}
+    own.copy_tail(TailCopy(5, 9, 3))  # lane 1: row 2 to row 4
+    for name, plane in own.planes.items():
+        want = before[name]
+        if rank == 1:
+            want[4, :, :3] = want[2, :, :3]
+        assert torch.equal(plane.buffer, want)
+    with pytest.raises(AssertionError, match="between lanes"):
+        own.copy_tail(TailCopy(5, 8, 3))
+
+
+def test_poison_fills_own_rows_and_never_the_sink() -> None:
+    own = pool(1, 2)
+    own.poison(np.array([3, 4, 7], np.int32))
+    bad = own.plane("target.index").buffer.isnan().flatten(1)
+    assert bad.all(1).tolist() == [False, True, False, True, False] and bad.any(1).tolist() == bad.all(1).tolist()
+    with pytest.raises(AssertionError, match="sink"):
+        own.poison(np.array([1], np.int32))
+
+
+def test_slot_rows_and_histories() -> None:
+    table = SlotTable(4, 5, 8)
+    params = SamplingParams(max_new_tokens=5, presence_penalty=1.0)
+    table.start(SlotStart(2, ints([7, 8]), 3, 10, params, ints([1, 2, 3])))
+    table.append_pages(2, np.array([9], np.int32))
+    table.update_row(RowUpdate(2, 1, ints([4])))
+    assert table.pages(2).tolist() == [7, 4, 9] and table.length(2) == 3
+    table.fed(2, np.array([5, 6]), known=True)
+    table.sampled(2, 11)
+    table.fed(2, np.array([11]), known=False)
+    table.sampled(2, 12)
+    assert table.length(2) == 6 and table.last_token(2) == 12
+    assert table.get(2).history.tokens().tolist() == [1, 2, 3, 5, 6, 11, 12]
+    for bad in (lambda: table.append_pages(2, np.zeros(3, np.int32)), lambda: table.update_row(RowUpdate(2, 2, ints([1, 1]))),
+                lambda: table.start(SlotStart(2, b"", 0, 1, params)), lambda: table.release(0), lambda: table.update_row(RowUpdate(1, 0, b"")),
+                lambda: table.start(SlotStart(3, ints([1]), 2, 4, params))):
+        with pytest.raises(SlotError):
+            bad()
+    table.release(2)
+    table.start(SlotStart(2, b"", 0, 1, SamplingParams(max_new_tokens=5)))
+    assert table.get(2).history is None and len(table.pages(2)) == 0
+    with pytest.raises(SlotError, match="no token was sampled"):
+        table.last_token(2)
+
+
+def test_a_long_history_grows() -> None:
+    table = SlotTable(1, 5, 8)
+    table.start(SlotStart(0, b"", 0, 10, SamplingParams(max_new_tokens=5, frequency_penalty=1.0)))
+    for i in range(1000):
+        table.fed(0, np.array([i]), known=True)
+    assert table.get(0).history.tokens().tolist() == list(range(1000))
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("flags", "rows"), [
+    ({}, 4 * 1024),                                       # the default cap of 4 GiB on CPU
+    ({"mem_fraction_static": 0.5}, 10 * 1024 - 1024),     # half of 20 GiB less the weights
+    ({"max_total_tokens": 640}, 11),                      # 10 pages of 64 and the sink row
+    ({"max_total_tokens": 641}, 12),
+    ({"max_total_tokens": 640, "cp_size": 2, "enable_cp_shared_kv": True}, 6),
+    ({"cp_size": 2, "enable_cp_shared_kv": True}, 2 * 1024),
+    ({"max_total_tokens": 15 * 1024 * 64 - 64}, 15 * 1024),  # more than the default share, but there is room
+])
+def test_memory_budget_on_cpu(flags: dict, rows: int) -> None:
+    assert memory.pool_rows(ServerArgs(**flags), CPU, 20 * GIB, GIB, 1 << 20) == rows
+
+
+def test_no_room_is_an_error_that_names_the_flag() -> None:
+    with pytest.raises(MemoryError, match="--max-total-tokens"):
+        memory.pool_rows(ServerArgs(max_total_tokens=1 << 30), CPU, 20 * GIB, GIB, 1 << 20)
+    with pytest.raises(MemoryError, match="--mem-fraction-static"):
+        memory.pool_rows(ServerArgs(), CPU, 2 * GIB, GIB, 1 << 20)
+    assert 0 < memory.available_bytes(CPU) < 1 << 50
