@@ -1,0 +1,226 @@
+"""The only door to KV for the scheduler. It joins the radix tree, the page allocator and the step stamps.
+
+Everything is counted in valid tokens towards the caller and in pages inside. A shortage is a value (`Shortfall`), a broken invariant a
+`LedgerError`. Pages of a row are either the tree's (under the holding's lease) or private; no page is ever both.
+"""
+from collections.abc import Callable
+
+import numpy as np
+
+from sglane.mem_cache.holding import ADMITTED, MATCHED, Admission, Holding, RowChange, TailCopyOrder
+from sglane.mem_cache.lane_allocator import LaneAllocator
+from sglane.mem_cache.ledger_audit import audit_ledger
+from sglane.mem_cache.owner_policy import decode_owner, prefill_owners
+from sglane.mem_cache.page_layout import NO_PAGES, Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
+from sglane.mem_cache.page_supply import PageSupply
+from sglane.mem_cache.radix_cache import RadixCache
+from sglane.mem_cache.radix_key import RadixKey
+from sglane.utils import fallback
+
+__all__ = ["Admission", "Holding", "KVLedger", "LedgerError", "RowChange", "Shortfall", "TailCopyOrder"]
+
+
+class KVLedger:
+    """num_rows: rows of each lane, the sink row included. prefix_cache=False: no request finds or leaves anything in the tree.
+    record_reusable: keep the list that drain_reusable() returns."""
+
+    def __init__(self, layout: PageLayout, num_rows: int, num_slots: int, prefix_cache: bool = True, record_reusable: bool = False) -> None:
+        self.layout = layout
+        self.prefix_cache = prefix_cache
+        self.num_rows = num_rows
+        self.num_slots = num_slots
+        self._allocator = LaneAllocator(layout, num_rows, record_reusable)
+        self._tree = RadixCache(layout)
+        self._supply = PageSupply(layout, self._allocator, self._tree)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._holdings: dict[int, Holding] = {}  # open ones, by serial number
+        self._unissued: list[Holding] = []  # admitted with a tail copy that no issued step carries yet
+        self._next_serial = 0
+
+    @property
+    def num_tokens_total(self) -> int:
+        """Tokens that fit into all lanes."""
+        return (self.num_rows - 1) * self.layout.cp_size * self.layout.page_size
+
+    def hint(self, key: RadixKey, namespace: str) -> int:
+        """Valid tokens the tree has now for this key. Takes no lease and counts as no use: for ordering only."""
+        return self._tree.hint(key, namespace) if self.prefix_cache else 0
+
+    def match(self, key: RadixKey, namespace: str, max_tokens: int) -> Holding:
+        """Lease the longest cached prefix of at most max_tokens tokens, exact to the token. End it by admit + release, or by cancel."""
+        limit = max(max_tokens, 0) if self.prefix_cache else 0
+        self._next_serial += 1
+        holding = Holding(self._next_serial, self._tree.match(key[:limit], namespace), self.layout.cp_size)
+        self._holdings[holding.serial] = holding
+        return holding
+
+    def cancel(self, holding: Holding) -> None:
+        """Give back a holding that was not admitted."""
+        holding.expect(MATCHED)
+        self._end(holding)
+
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def admit(self, holding: Holding, num_tokens: int, lane_tokens: LaneCounts) -> Admission | Shortfall:
+        """First growth: pages that cover `num_tokens` rows (the hit and the first chunk), and a slot; call has_free_slot() first.
+
+        lane_tokens: int64 [cp_size] tokens that each lane already computes in this step (not changed). A hit that ends inside a page gets a
+        private page in the lane of that page, and the order to copy. If only that lane is short, the hit is cut to the page (fallback
+        tail_copy_skipped): read num_cached_tokens of the answer. After a Shortfall the holding stays matched: ask again or cancel.
+        """
+        holding.expect(MATCHED)
+        if not self._free_slots:
+            raise LedgerError(f"holding {holding.serial} is admitted, but all {self.num_slots} slots are taken")
+        num_new = self.layout.num_pages(num_tokens) - holding.num_tree_pages
+        if num_tokens < holding.num_cached_tokens or num_new < 1:
+            raise LedgerError(f"admission of {num_tokens} tokens, but {holding.num_cached_tokens} are cached: nothing to compute")
+        fixed = self.layout.no_counts()
+        if holding.source is not None:
+            fixed[self.layout.lane(holding.source.page)] = 1
+            if self._only_tail_lane_is_short(holding, Demand(fixed, num_new - 1)):
+                fallback.count("tail_copy_skipped")
+                self._end_source(holding)
+                holding.cut_to_page(self.layout.page_size)
+                fixed = self.layout.no_counts()
+        num_free = num_new - int(fixed.sum())
+        pages = self._supply.reserve(holding.serial, Demand(fixed, num_free), self._prefill_policy(num_free, fixed, lane_tokens))
+        if isinstance(pages, Shortfall):
+            return pages
+        tail_copy = None
+        if holding.source is not None:
+            num_rows = holding.num_cached_tokens % self.layout.page_size
+            tail_copy = TailCopyOrder(holding.source.page, int(pages[0]), num_rows)
+            self._unissued.append(holding)
+        holding.admitted(self._free_slots.pop(), pages)
+        return Admission(holding.slot, holding.pages.copy(), holding.num_cached_tokens, tail_copy)
+
+    def extend(self, holding: Holding, num_tokens: int, *, decode: bool, lane_tokens: LaneCounts) -> Pages | Shortfall:
+        """Pages to append so that the row covers `num_tokens` rows in all, int32 [n], n may be 0."""
+        holding.expect(ADMITTED)
+        num_new = self.layout.num_pages(num_tokens) - len(holding.pages)
+        if num_new <= 0:
+            return NO_PAGES
+        fixed = self.layout.no_counts()
+        policy: Callable[[LaneCounts], Lanes]
+        if decode:
+            home = holding.home_lane
+
+            def policy(available: LaneCounts) -> Lanes:
+                return decode_owner(home, num_new, available)
+        else:
+            policy = self._prefill_policy(num_new, fixed, lane_tokens)
+        pages = self._supply.reserve(holding.serial, Demand(fixed, num_new), policy)
+        if not isinstance(pages, Shortfall):
+            holding.grown(pages)
+        return pages
+
+    def publish(self, holding: Holding, key: RadixKey) -> RowChange | None:
+        """Give the tree the whole pages of `key` = all tokens whose value and row are known. Where the tree had them already the row moves to
+        the canonical pages (returned, for the next plan) and the duplicates are freed; None: the row is unchanged."""
+        holding.expect(ADMITTED)
+        first, num_whole = holding.num_tree_pages, len(key) // self.layout.page_size
+        if not self.prefix_cache or num_whole <= first:
+            return None
+        change = self._insert(holding, key[: num_whole * self.layout.page_size])
+        return RowChange(first, change) if len(change) else None
+
+    def release(self, holding: Holding, key: RadixKey) -> None:
+        """The request has ended, and so has the last step that was issued with its slot. Its rows for `key` stay in the tree, the valid tail
+        included; the rest, with an empty key everything private, is freed. Ends the leases and frees the slot."""
+        holding.expect(ADMITTED)
+        if self.prefix_cache and len(key) > holding.num_tree_pages * self.layout.page_size:
+            self._insert(holding, key)
+        self._free_slots.append(holding.slot)
+        self._end(holding)
+
+    def issued(self, step: int) -> None:
+        """Step `step` is on its way: later frees wait for it. The sources of its tail copies lose their extra leases."""
+        self._supply.issued(step)
+        for holding in self._unissued:
+            self._end_source(holding)
+        self._unissued.clear()
+
+    def retired(self, step: int) -> None:
+        """All ranks have returned the result of `step`."""
+        self._supply.retired(step)
+
+    def available(self) -> LaneCounts:
+        """int64 [cp_size] free and evictable pages (not those that wait for a step)."""
+        return self._allocator.free_counts() + self._tree.evictable_counts()
+
+    def free_counts(self) -> LaneCounts:
+        return self._allocator.free_counts()
+
+    def flush(self) -> None:
+        """Empty the tree. Raises LedgerError while any request holds KV."""
+        if self._holdings:
+            raise LedgerError(f"flush while {len(self._holdings)} requests hold KV: {sorted(self._holdings)[:8]}")
+        self._supply.give(self._tree.clear())
+
+    def drain_reusable(self) -> Pages:
+        """Pages that became reusable since the last call. Take them into every plan: a page may be in use again in the step after."""
+        return self._allocator.drain_reusable()
+
+    def snapshot(self) -> dict[str, object]:
+        """Counts for /server_info and metrics."""
+        total = np.full(self.layout.cp_size, self.num_rows - 1, np.int64)
+        free, tickets, cached = self._allocator.free_counts(), self._allocator.ticket_counts(), self._tree.cached_counts()
+        device = {"total": total, "free": free, "cached": cached, "held": total - free - tickets - cached, "tickets": tickets}
+        return {
+            "page_size": self.layout.page_size,
+            "cp_size": self.layout.cp_size,
+            "device": {name: counts.tolist() for name, counts in device.items()},
+            "host": {name: [0] * self.layout.cp_size for name in device},
+            "slots": {"total": self.num_slots, "free": len(self._free_slots)},
+            "leases": sum(1 if holding.source is None else 2 for holding in self._holdings.values()),
+            "requests": len(self._holdings),
+        }
+
+    def audit(self) -> None:
+        """Raises LedgerError unless every page is in exactly one class and the tree, the leases and the slots are consistent."""
+        audit_ledger(self._allocator, self._tree, list(self._holdings.values()), self._free_slots, self.num_slots)
+
+    def _prefill_policy(self, num_pages: int, fixed: LaneCounts, lane_tokens: LaneCounts) -> Callable[[LaneCounts], Lanes]:
+        loads = lane_tokens + fixed * self.layout.page_size
+        return lambda available: prefill_owners(num_pages, self.layout, loads, available)
+
+    def _only_tail_lane_is_short(self, holding: Holding, demand: Demand) -> bool:
+        """The demand cannot be met, but the same number of pages in any lanes could, once the source of the copy is no longer leased."""
+        assert holding.source is not None
+        if self._supply.fits(demand, self._tree.evictable_counts()):
+            return False
+        anywhere = Demand(self.layout.no_counts(), demand.free + 1)
+        return self._supply.fits(anywhere, self._tree.evictable_after_unpin(holding.source.node))
+
+    def _insert(self, holding: Holding, key: RadixKey) -> Pages:
+        """Walk, move the row to canonical pages, then free duplicates. Returns the canonical pages that replaced the row's."""
+        page_size, first = self.layout.page_size, holding.num_tree_pages
+        own = holding.private_pages
+        if len(key) > len(holding.pages) * page_size:
+            raise LedgerError(f"holding {holding.serial}: {len(key)} rows are published, but its {len(holding.pages)} pages cannot have them")
+        insertion = self._tree.insert(holding.lease, key[first * page_size :], own)
+        duplicates = own[: len(insertion.canonical)].copy()
+        old_lease = holding.lease
+        self._tree.pin(insertion.end)
+        holding.published(insertion.end, insertion.canonical, first + len(insertion.canonical) + insertion.num_taken)
+        self._supply.give(np.concatenate((duplicates, insertion.dropped, self._tree.unpin(old_lease))))
+        return insertion.canonical
+
+    def _end_source(self, holding: Holding) -> None:
+        if holding.source is not None:
+            node = holding.source.node
+            holding.source_ended()
+            self._supply.give(self._tree.unpin(node))
+
+    def _end(self, holding: Holding) -> None:
+        """Private pages, leases and promises of a holding end."""
+        self._supply.give(holding.private_pages)
+        self._end_source(holding)
+        if holding in self._unissued:
+            self._unissued.remove(holding)
+        lease = holding.lease
+        holding.ended()
+        self._supply.give(self._tree.unpin(lease))
+        self._supply.forget(holding.serial)
+        del self._holdings[holding.serial]

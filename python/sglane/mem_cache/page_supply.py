@@ -1,0 +1,127 @@
+"""Where new pages come from: free pages, pages that wait for a step, then eviction of just what is missing."""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglane.mem_cache.lane_allocator import LaneAllocator
+from sglane.mem_cache.page_layout import Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
+from sglane.mem_cache.radix_cache import RadixCache
+
+OwnerPolicy = Callable[[LaneCounts], Lanes]  # available pages of each lane -> owners of the free part of a demand
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """Pages that were evicted, or are waited for, on behalf of a holding that was told to ask again."""
+
+    lanes: LaneCounts
+    last_issued: int
+
+
+class PageSupply:
+    """Joins the allocator, the tree's eviction and the step stamps.
+
+    A page that is freed while steps are outstanding is reusable only when they have retired, so an eviction may end in "ask again". What it won
+    is promised to the one that asked, until the step after the next has retired: others then evict for themselves rather than take it. A
+    promise is a preference, never a reason to refuse.
+    """
+
+    def __init__(self, layout: PageLayout, allocator: LaneAllocator, tree: RadixCache) -> None:
+        self.layout = layout
+        self._allocator = allocator
+        self._tree = tree
+        self._promises: dict[int, _Promise] = {}  # by the asker's serial number
+        self.last_issued = 0
+        self.last_retired = 0
+
+    def issued(self, step: int) -> None:
+        if step <= self.last_issued:
+            raise LedgerError(f"step {step} is issued after step {self.last_issued}")
+        self.last_issued = step
+
+    def retired(self, step: int) -> None:
+        if not self.last_retired < step <= self.last_issued:
+            raise LedgerError(f"step {step} retires; issued so far {self.last_issued}, retired so far {self.last_retired}")
+        self.last_retired = step
+        self._promises = {asker: promise for asker, promise in self._promises.items() if promise.last_issued >= step}
+        self._allocator.retire(step)
+
+    def give(self, pages: Pages) -> None:
+        """Pages leave the tree or a request; steps issued so far may still touch them."""
+        self._allocator.free(pages, self.last_issued)
+
+    def forget(self, asker: int) -> None:
+        """The asker will not ask again."""
+        self._promises.pop(asker, None)
+
+    def fits(self, demand: Demand, evictable: LaneCounts) -> bool:
+        """Whether the demand can be met now or after the outstanding steps."""
+        return demand.fits(self._allocator.free_counts() + self._allocator.ticket_counts() + evictable)
+
+    def reserve(self, asker: int, demand: Demand, owners: OwnerPolicy) -> Pages | Shortfall:
+        """Pages for the demand: first those of the fixed lanes in lane order, then the free part in the order of the policy's owners."""
+        promised = self._promised_to_others(asker)
+        shortfall = self._try_reserve(asker, demand, owners, promised)
+        if isinstance(shortfall, Shortfall) and not shortfall.pending and promised.any():
+            return self._try_reserve(asker, demand, owners, self.layout.no_counts())
+        return shortfall
+
+    def _try_reserve(self, asker: int, demand: Demand, owners: OwnerPolicy, promised: LaneCounts) -> Pages | Shortfall:
+        free = self._allocator.free_counts()
+        soon = np.maximum(free + self._allocator.ticket_counts() - promised, 0)
+        usable = np.minimum(free, soon)
+        if demand.fits(usable):
+            return self._allocate(asker, demand, owners(usable - demand.fixed))
+        available = soon
+        if not demand.fits(soon):
+            evictable = self._tree.evictable_counts()
+            if not demand.fits(soon + evictable):
+                return demand.shortfall(free, pending=False)
+            wanted = np.bincount(owners(soon + evictable - demand.fixed), minlength=self.layout.cp_size)
+            evicted = self._tree.evict(eviction_shares(demand, wanted, soon))
+            assert evicted is not None, "pages counted as evictable could not be evicted"
+            self.give(evicted)
+            available = soon + self.layout.lane_counts(evicted)
+            if self.last_issued == self.last_retired:  # nothing waits for a step: what was evicted is free
+                return self._allocate(asker, demand, owners(available - demand.fixed))
+        lanes = np.bincount(owners(available - demand.fixed), minlength=self.layout.cp_size) + demand.fixed
+        self._promises[asker] = _Promise(lanes, self.last_issued)
+        return demand.shortfall(free, pending=True)
+
+    def _allocate(self, asker: int, demand: Demand, owners: Lanes) -> Pages:
+        self.forget(asker)
+        fixed = np.repeat(np.arange(self.layout.cp_size, dtype=np.int32), demand.fixed)
+        pages = self._allocator.alloc(np.concatenate((fixed, owners)))
+        assert not isinstance(pages, Shortfall), f"a demand that fits was refused: {pages}"
+        return pages
+
+    def _promised_to_others(self, asker: int) -> LaneCounts:
+        lanes = self.layout.no_counts()
+        for other, promise in self._promises.items():
+            if other != asker:
+                lanes += promise.lanes
+        return lanes
+
+
+def eviction_shares(demand: Demand, wanted: LaneCounts, soon: LaneCounts) -> LaneCounts:
+    """Pages to evict in each lane, int64 [cp_size]: in total exactly what is missing, as near to the wanted owners as that allows.
+
+    wanted: owners of the demand's free part, by lane. soon: pages of each lane that need no eviction. Where the policy would rather evict than
+    use free pages of another lane, the lanes with the largest shares give way, level by level.
+    """
+    fixed_missing = np.maximum(demand.fixed - soon, 0)
+    rest = np.maximum(soon - demand.fixed, 0)
+    shares = np.maximum(wanted - rest, 0)
+    total = max(demand.free - int(rest.sum()), 0)
+    low, high = 0, int(shares.max(initial=0))  # the highest level at which the cut shares do not exceed the total
+    while low < high:
+        middle = (low + high + 1) // 2
+        if int(np.minimum(shares, middle).sum()) <= total:
+            low = middle
+        else:
+            high = middle - 1
+    cut = np.minimum(shares, low)
+    larger = np.flatnonzero(shares > low)
+    cut[larger[: total - int(cut.sum())]] += 1
+    return np.asarray(cut + fixed_missing, np.int64)

@@ -1,0 +1,147 @@
+"""A node of the radix tree: some whole pages of one sequence, and the sorted children that continue it."""
+from bisect import bisect_left
+from typing import Optional
+
+import numpy as np
+
+from sglane.mem_cache.page_layout import LaneCounts, Pages
+from sglane.mem_cache.radix_key import ELEMENT_BYTES, common_prefix_bytes
+
+
+class Node:
+    """One edge of the tree. Only a leaf's key may end inside its last page (a valid tail). Changed by the tree only, through these verbs.
+
+    key: bytes of the int64 key elements. pages: int32 [ceil(elements / page_size)].
+    path_lanes: pages of each lane on the path from the root to this node, itself included; an inner node never changes, so this stays true.
+    heads: sorted keys of the children's first pages (shorter for a tail); children: in the same order.
+    leases: leases that end at this node. pins: leases + children with pins > 0; a node with pins must stay.
+    """
+
+    __slots__ = ("id", "parent", "key", "pages", "path_lanes", "heads", "children", "last_used", "leases", "pins", "queued")
+
+    def __init__(self, node_id: int, parent: Optional["Node"], key: bytes, pages: Pages, path_lanes: LaneCounts) -> None:
+        self.id = node_id
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.path_lanes = path_lanes
+        self.heads: list[bytes] = []
+        self.children: list[Node] = []
+        self.last_used = 0  # logical clock
+        self.leases = 0
+        self.pins = 0
+        self.queued = -1  # last_used of this node's entry in the eviction queue, -1: none
+
+    @property
+    def num_children(self) -> int:
+        return len(self.children)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pins > 0 or self.parent is None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // ELEMENT_BYTES
+
+    def best_child(self, query: memoryview, page_bytes: int) -> tuple["Node", int]:
+        """The child that shares most with `query` (bytes), and how many bytes; needs children.
+
+        Sorted by bytes, the longest common prefix is that of a neighbour of the place where the query's first page would be.
+        """
+        head = bytes(query[:page_bytes])
+        index = bisect_left(self.heads, head)
+        if index < len(self.heads) and self.heads[index] == head:
+            child = self.children[index]
+            return child, common_prefix_bytes(child.key, query)
+        best, num_bytes = self.children[min(index, len(self.children) - 1)], 0
+        for child in self.children[max(index - 1, 0) : index + 1]:
+            common = common_prefix_bytes(child.key, query)
+            if common > num_bytes:
+                best, num_bytes = child, common
+        return best, num_bytes
+
+    def touch(self, now: int) -> None:
+        """Mark the path up to the root as used."""
+        node: Node | None = self
+        while node is not None and node.last_used != now:
+            node.last_used = now
+            node = node.parent
+
+    def mark_queued(self, last_used: int) -> None:
+        self.queued = last_used
+
+    def pin(self) -> "Node":
+        """Take a lease that ends here. Returns the nearest node that was pinned before (or the root): the path below it is newly pinned."""
+        self.leases += 1
+        node = self
+        node.pins += 1
+        while node.pins == 1 and node.parent is not None:
+            node = node.parent
+            node.pins += 1
+        return node
+
+    def unpin(self) -> "Node":
+        """End a lease. Returns the nearest node that stays pinned (or the root): the path below it is no longer pinned."""
+        assert self.leases > 0, f"node {self.id} has no lease to end"
+        self.leases -= 1
+        node = self
+        node.pins -= 1
+        while node.pins == 0 and node.parent is not None:
+            node = node.parent
+            node.pins -= 1
+        return node
+
+    def add_child(self, child: "Node", page_bytes: int) -> None:
+        head = child.key[:page_bytes]
+        index = bisect_left(self.heads, head)
+        assert index == len(self.heads) or self.heads[index] != head, f"node {self.id} has two children that start alike"
+        self.heads.insert(index, head)
+        self.children.insert(index, child)
+
+    def remove_child(self, child: "Node", page_bytes: int) -> None:
+        index = bisect_left(self.heads, child.key[:page_bytes])
+        assert self.children[index] is child, f"node {child.id} is not where its parent {self.id} should have it"
+        del self.heads[index], self.children[index]
+        child.parent = None
+
+    def split_upper(self, upper: "Node", page_bytes: int) -> None:
+        """`upper` takes over the first part of the key and the pages; this node keeps its identity, its end, leases and children."""
+        parent = self.parent
+        assert parent is not None and len(upper.key) % page_bytes == 0 and 0 < len(upper.key) < len(self.key)
+        index = bisect_left(parent.heads, self.key[:page_bytes])
+        parent.children[index] = upper  # the head is the same
+        upper.parent = parent
+        upper.last_used = self.last_used
+        upper.pins = 1 if self.pins else 0
+        self.key = self.key[len(upper.key) :]
+        self.pages = self.pages[len(upper.pages) :].copy()
+        self.parent = upper
+        upper.heads = [self.key[:page_bytes]]
+        upper.children = [self]
+
+    def append(self, key: bytes, pages: Pages, lanes: LaneCounts) -> None:
+        """Grow a leaf at its end."""
+        assert not self.children, f"node {self.id} has children and cannot grow"
+        self.key += key
+        self.pages = np.concatenate((self.pages, pages))
+        self.path_lanes = self.path_lanes + lanes
+
+    def drop_suffix(self, num_pages: int, page_bytes: int, lanes: LaneCounts) -> None:
+        """A leaf loses its last pages (not all of them)."""
+        num_kept = len(self.pages) - num_pages
+        assert not self.children and num_kept > 0
+        self.key = self.key[: num_kept * page_bytes]
+        self.pages = self.pages[:num_kept].copy()
+        self.path_lanes = self.path_lanes - lanes
+
+    def pages_below(self, top: "Node") -> list[Pages]:
+        """Page arrays of the path from below `top` down to this node."""
+        parts = []
+        node = self
+        while node is not top:
+            parts.append(node.pages)
+            assert node.parent is not None, f"node {top.id} is not above node {self.id}"
+            node = node.parent
+        parts.reverse()
+        return parts
