@@ -7,6 +7,7 @@ A request that leaves (finish, abort, retraction) keeps its residence until its 
 """
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -235,7 +236,7 @@ def merge_blocks(blocks: list[LogprobBlock]) -> list[LogprobChunk]:
     assert len(unique) == unique[-1] - unique[0] + 1, f"prompt log probabilities have gaps: {unique.tolist()}"
 
     def gather(parts: list[bytes], dtype: type) -> bytes:
-        rows = [np.frombuffer(part, dtype).reshape(len(block.positions) // 4, -1) for part, block in zip(parts, blocks)]  # [n, k]
+        rows: list[npt.NDArray[Any]] = [np.frombuffer(part, dtype).reshape(len(block.positions) // 4, -1) for part, block in zip(parts, blocks)]  # [n, k]
         return np.ascontiguousarray(np.concatenate(rows)[order]).tobytes()
 
     return [

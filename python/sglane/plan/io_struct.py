@@ -1,4 +1,6 @@
 """Messages between the front and the planner. Frozen; token ids travel as int32 bytes, never as lists."""
+from typing import Any
+
 import msgspec
 
 
@@ -115,7 +117,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
     request_id: int
     ok: bool
-    payload: dict
+    payload: dict[str, Any]
 
 
 class PlannerReady(msgspec.Struct, frozen=True, tag="planner_ready"):
@@ -125,7 +127,7 @@ class PlannerReady(msgspec.Struct, frozen=True, tag="planner_ready"):
     max_request_tokens: int  # prompt + output of one request; min(context length, what the pool can hold)
     context_length: int
     page_size: int
-    info: dict  # memory usage and the like, for /server_info
+    info: dict[str, Any]  # memory usage and the like, for /server_info
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

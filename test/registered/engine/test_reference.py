@@ -1,0 +1,124 @@
+"""Scheduler + executor against the references of the tiny checkpoints: logits, greedy tokens, selected index sets; float32."""
+import functools
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kits.checkpoints import FAMILIES, tiny
+from kits.real_engine import TinyModel, full_logprobs, reported_logprobs
+
+LENGTHS = (1, 7, 64, 65, 200)
+WHOLE = 1 << 20
+TOLERANCE = 1e-4
+
+
+@functools.lru_cache(maxsize=2)
+def load(family):
+    path = tiny(family)
+    return TinyModel(path), load_file(path / "ref.safetensors")
+
+
+class SelectionLog:
+    """Collects the selected sets of extends and decodes by (slot, layer, position)."""
+
+    def __init__(self):
+        self.sets = {}
+
+    def __call__(self, layer, slot, positions, selected):
+        for i, position in enumerate(positions.tolist()):
+            chosen = np.arange(position + 1) if selected is None else selected[i][selected[i] >= 0]
+            self.sets[slot, layer, position] = np.sort(chosen)
+
+    def assert_equal(self, slot, topk):
+        """topk int32 [layers, n, k] of the reference, -1 padded; layers that share a selection repeat it."""
+        layers = sorted({layer for (s, layer, _) in self.sets if s == slot})
+        assert layers, "no selection was reported"
+        for layer in layers:
+            for position in range(topk.shape[1]):
+                expected = topk[layer, position]
+                assert np.array_equal(self.sets[slot, layer, position], expected[expected >= 0]), (slot, layer, position)
+
+
+@pytest.mark.parametrize("chunk", [8, 64, WHOLE])
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_tokens_and_sets(family, page_size, chunk):
+    """All five prompts at once: chunks, decodes and prompts of different lengths share steps."""
+    model, ref = load(family)
+    vocab = model.config.vocab_size
+    tap = SelectionLog()
+    engine = model.engine(page_size=page_size, chunk=chunk, num_pages=640 // page_size + 10, tap=tap, overlap=chunk != 64)
+    for n in LENGTHS:
+        num_new = len(ref[f"greedy.{n}"])
+        engine.add(f"r{n}", ref[f"prompt.{n}"].numpy(), num_new, sampling=full_logprobs(vocab), logprob_start=0)
+    engine.run()
+    for slot_guess, n in enumerate(LENGTHS):
+        del slot_guess
+        assert engine.outputs[f"r{n}"] == ref[f"greedy.{n}"].tolist()
+        found = reported_logprobs(engine, f"r{n}", vocab)[:n]  # rows of positions 0..n-1
+        expected = torch.log_softmax(ref[f"logits.{n}"], -1).numpy()
+        assert np.abs(found - expected).max() < TOLERANCE, n
+    if "topk.200" in ref:
+        lengths = {max(p for (s, _, p) in tap.sets if s == slot): slot for slot in {s for (s, _, _) in tap.sets}}
+        for n in LENGTHS:
+            slot = lengths[n - 1 + len(ref[f"greedy.{n}"]) - 1]
+            tap.assert_equal(slot, ref[f"topk.{n}"].numpy())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_hit_length(family):
+    """A prefix of every length 0..n is in the tree; the hit is exact and the answer is the cold one."""
+    model, ref = load(family)
+    n = 65
+    prompt, greedy = ref[f"prompt.{n}"].numpy(), ref[f"greedy.{n}"].tolist()
+    step = 1 if family in ("llama", "glm_moe_dsa") else 6
+    for hit in [*range(0, n, step), n - 1, n]:
+        engine = model.engine(page_size=16, chunk=64, num_pages=64)
+        other = prompt.copy()
+        if hit < n:
+            other[hit] = (other[hit] + 1) % model.config.vocab_size
+        engine.add("seed", other, 1)
+        engine.run()
+        engine.add("hit", prompt, len(greedy))
+        engine.run()
+        assert engine.last["hit"].num_cached_tokens == min(hit, n - 1), hit
+        assert engine.outputs["hit"] == greedy, hit
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_share"])
+def test_after_retraction_and_eviction(family, overlap):
+    """A pool that holds two of the requests: evictions and retractions happen, no answer changes."""
+    model, ref = load(family)
+    engine = model.engine(page_size=4, chunk=16, num_pages=40, overlap=overlap, conservativeness=0.0)
+    for turn in range(3):
+        for n in (64, 65, 7, 1):
+            engine.add(f"{turn}.{n}", ref[f"prompt.{n}"].numpy(), len(ref[f"greedy.{n}"]))
+    for i in range(4):  # fillers that grow beside them
+        engine.add(f"filler{i}", np.arange(20) + 30 * i + 2, 60)
+    engine.run()
+    assert engine.scheduler.totals.num_retractions > 0
+    for turn in range(3):
+        for n in (64, 65, 7, 1):
+            assert engine.outputs[f"{turn}.{n}"] == ref[f"greedy.{n}"].tolist(), (turn, n)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm_moe_dsa"])
+def test_prompt_logprobs_with_hits(family):
+    """Prompt log probabilities from any start equal the cold ones, and the hit is used as far as it may be."""
+    model, ref = load(family)
+    vocab, n = model.config.vocab_size, 65
+    prompt = ref[f"prompt.{n}"].numpy()
+    expected = torch.log_softmax(ref[f"logits.{n}"], -1).numpy()
+    engine = model.engine(page_size=16, chunk=16)
+    engine.add("seed", prompt, 1)
+    engine.run()
+    for start in (0, 1, 2, 16, 17, 40, n - 1, n):
+        engine.add(f"r{start}", prompt, 1, sampling=full_logprobs(vocab), logprob_start=start)
+        engine.run()
+        assert engine.last[f"r{start}"].num_cached_tokens == min(max(start - 1, 0), n - 1)
+        found = reported_logprobs(engine, f"r{start}", vocab)  # positions max(start, 1) .. n
+        rows = expected[max(start, 1) - 1 :]
+        assert found.shape == rows.shape and np.abs(found - rows).max() < TOLERANCE, start
