@@ -236,7 +236,9 @@ def merge_blocks(blocks: list[LogprobBlock]) -> list[LogprobChunk]:
     assert len(unique) == unique[-1] - unique[0] + 1, f"prompt log probabilities have gaps: {unique.tolist()}"
 
     def gather(parts: list[bytes], dtype: type) -> bytes:
-        rows: list[npt.NDArray[Any]] = [np.frombuffer(part, dtype).reshape(len(block.positions) // 4, -1) for part, block in zip(parts, blocks)]  # [n, k]
+        rows: list[npt.NDArray[Any]] = [
+            np.frombuffer(part, dtype).reshape(len(block.positions) // 4, -1) for part, block in zip(parts, blocks)
+        ]  # [n, k] each
         return np.ascontiguousarray(np.concatenate(rows)[order]).tobytes()
 
     return [
