@@ -39,8 +39,8 @@ def expected_probs(values: torch.Tensor, temperature: float = 1.0, top_k: int = 
     return kept / kept.sum()
 
 
-FILTERS = [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.999}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.8, "min_p": 0.05, "temperature": 1.4},
-           {"top_k": 400}]
+FILTERS = [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.6}, {"top_p": 0.999}, {"min_p": 0.2}, {"top_k": 400},
+           {"top_k": 40, "top_p": 0.8, "min_p": 0.05, "temperature": 1.4}]
 
 
 @pytest.mark.parametrize("filters", FILTERS)

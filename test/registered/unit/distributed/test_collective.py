@@ -1,0 +1,43 @@
+import numpy as np
+import pytest
+import torch
+
+from kits.plan_driver import PlanDriver, greedy
+from kits.process_ranks import answer, gather_worker, process_ranks, run_on, toy_worker
+from kits.toy_model import ToyConfig, ToyModel
+from sglane.distributed.groups import init_groups, local_groups
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_padded_gathers_over_gloo(size: int) -> None:
+    with process_ranks(size, gather_worker) as pipes:
+        assert [answer(pipe) for pipe in pipes] == ["done"] * size
+
+
+@pytest.mark.parametrize("kind", ["gqa", "dsa"])
+def test_two_processes_give_the_tokens_of_the_reference(kind: str) -> None:
+    model = ToyModel(ToyConfig(kind))
+    prompts = [np.random.default_rng(seed).integers(0, 61, n).tolist() for seed, n in enumerate((37, 1, 18))]
+    with process_ranks(2, toy_worker, kind, 4, 60) as pipes:
+        drive = PlanDriver(run_on(pipes), 4, 2, 60)
+        for slot, prompt in enumerate(prompts):
+            drive.start(slot, prompt, greedy())
+            drive.step({slot: 16}, list(range(slot)))
+            while drive.slots[slot].fed < len(prompt):
+                drive.step({slot: 16}, list(range(slot)))
+        for _ in range(4):
+            drive.step({}, [2, 0, 1])
+        for pipe in pipes:
+            pipe.send(None)
+    for slot, prompt in enumerate(prompts):
+        outputs = drive.slots[slot].outputs
+        assert len(outputs) >= 5
+        assert outputs == model.greedy(prompt, len(outputs))
+
+
+def test_one_rank_needs_no_set_up() -> None:
+    groups = init_groups(0, 1, "unused", "cpu")
+    assert groups.attention.size == groups.step.size == 1
+    x = torch.ones(2, 3)
+    assert groups.attention.all_gather(x).shape == (1, 2, 3)
+    assert local_groups().attention.gather_rows(x, 2, torch.arange(2)) is x
