@@ -57,7 +57,7 @@ class Holding:
         self.lease: Node = match.node
         self.source: TailSource | None = match.source  # leased until the copy is issued
         self.num_tree_pages = len(match.pages)
-        self._row = match.pages
+        self._row = match.pages  # read-only; replaced by a larger one when the row grows
         self._num_pages = len(match.pages)
         self._cp_size = cp_size
 

@@ -13,7 +13,7 @@ Pages = npt.NDArray[np.int32]  # [n] page ids, in token order
 Lanes = npt.NDArray[np.int32]  # [n] owner lane of each page to allocate
 
 NO_PAGES: Pages = np.empty(0, np.int32)
-NO_PAGES.flags.writeable = False
+NO_PAGES.setflags(write=False)
 
 
 class LedgerError(AssertionError):

@@ -13,11 +13,12 @@ import numpy as np
 
 from sglane.mem_cache.evict_policy import plan_eviction
 from sglane.mem_cache.page_layout import NO_PAGES, LaneCounts, PageLayout, Pages
-from sglane.mem_cache.radix_key import ELEMENT_BYTES, RadixKey, common_prefix_bytes, key_view
+from sglane.mem_cache.radix_key import ELEMENT_BYTES, RadixKey, key_view
 from sglane.mem_cache.radix_node import Node
 
 #: A leaf grows in place up to this many tokens; a longer one is continued by a child, so that growing and splitting stay cheap.
 MAX_GROWN_TOKENS = 16384
+_FEW_CHILDREN = 3  # so many are tried in turn: cheaper than a search, if one of them matches completely
 
 
 class TailSource(NamedTuple):
@@ -99,9 +100,7 @@ class RadixCache:
             self.pin(source.node)
         node.touch(self._clock)
         self.pin(node)
-        parts = node.pages_below(root)
-        pages = np.concatenate(parts) if parts else NO_PAGES
-        return Match(node, pages, source, (walk.num_bytes + walk.num_bytes_inside) // ELEMENT_BYTES)
+        return Match(node, node.pages_below(root), source, (walk.num_bytes + walk.num_bytes_inside) // ELEMENT_BYTES)
 
     def insert(self, start: Node, key: RadixKey, pages: Pages) -> Insertion:
         """Continue the leased node `start` by `key`, whose rows are in `pages`. Pages that the tree takes belong to it from now on.
@@ -113,12 +112,11 @@ class RadixCache:
         num_found = walk.num_bytes + walk.num_bytes_inside
         end = self._cut_inside(walk)
         num_whole = num_found - num_found % self._page_bytes
-        parts = end.pages_below(start)
-        canonical = np.concatenate(parts) if parts else NO_PAGES
+        canonical = end.pages_below(start)
         dropped, num_taken = NO_PAGES, 0
         if num_found < len(query):
             dropped = self._drop_superseded_by(end, query[num_whole : num_whole + self._page_bytes])
-            offered = pages[len(canonical) : -(-len(query) // self._page_bytes)].copy()
+            offered = pages[len(canonical) : -(-len(query) // self._page_bytes)]
             num_taken = len(offered)
             end = self._attach(end, bytes(query[num_whole:]), offered, own_leases=1 if end is start else 0)
         self._clock += 1
@@ -183,14 +181,16 @@ class RadixCache:
     def _walk(self, node: Node, query: memoryview) -> _Walk:
         """Follow `query` (bytes) down from the end of `node`. One memcmp for each node on the way."""
         position, end, page_bytes = 0, len(query), self._page_bytes
-        while position < end and node.children:
-            if len(node.children) == 1:
-                child = node.children[0]
-                stop = position + len(child.key)
-                if stop <= end and child.key.startswith(query[position:stop]):
-                    common = stop - position
-                else:
-                    common = common_prefix_bytes(child.key, query[position:])
+        while position < end:
+            children = node.children
+            if not children:
+                break
+            for child in children if len(children) <= _FEW_CHILDREN else ():
+                key = child.key
+                part = query[position : position + len(key)]
+                if key.startswith(part):
+                    common = len(part)
+                    break
             else:
                 child, common = node.best_child(query[position:], page_bytes)
             if common < len(child.key) or common % page_bytes:
@@ -205,7 +205,7 @@ class RadixCache:
         if walk.inside is None or num_pages == 0:
             return walk.node
         node = walk.inside
-        pages = node.pages[:num_pages].copy()
+        pages = node.pages[:num_pages]
         path_lanes = walk.node.path_lanes + self.layout.lane_counts(pages)
         upper = self._new_node(None, node.key[: num_pages * self._page_bytes], pages, path_lanes)
         node.split_upper(upper, self._page_bytes)

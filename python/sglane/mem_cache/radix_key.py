@@ -9,6 +9,7 @@ import numpy.typing as npt
 RadixKey = npt.NDArray[np.int64]  # [n] one element for each reusable KV row
 
 ELEMENT_BYTES = 8  # of a key
+_FIRST_BLOCK_TOKENS = 512
 _SCAN_TOKENS = 64  # below this, one numpy compare is cheaper than further halving
 
 
@@ -40,11 +41,14 @@ def common_prefix(a: RadixKey, b: RadixKey) -> int:
 def common_prefix_bytes(key: bytes, query: memoryview) -> int:
     """Length in bytes, cut to whole elements, of the common prefix of two keys' bytes.
 
-    Halving by memcmp: every byte is compared at most twice, and the last few elements by one numpy compare.
+    memcmp over blocks of doubling size finds the block with the first difference, halving finds the place, one numpy compare the element.
     """
-    low, high = 0, min(len(key), len(query)) // ELEMENT_BYTES  # elements; [0, low) is known to be equal
-    if key.startswith(query[: high * ELEMENT_BYTES]):
-        return high * ELEMENT_BYTES
+    low, end = 0, min(len(key), len(query)) // ELEMENT_BYTES  # elements; [0, low) is known to be equal
+    high = min(_FIRST_BLOCK_TOKENS, end)
+    while key.startswith(query[low * ELEMENT_BYTES : high * ELEMENT_BYTES], low * ELEMENT_BYTES):
+        if high == end:
+            return end * ELEMENT_BYTES
+        low, high = high, min(3 * high - 2 * low, end)
     while high - low > _SCAN_TOKENS:  # the first difference is in [low, high)
         middle = (low + high) // 2
         if key.startswith(query[low * ELEMENT_BYTES : middle * ELEMENT_BYTES], low * ELEMENT_BYTES):

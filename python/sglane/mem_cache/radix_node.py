@@ -7,23 +7,25 @@ import numpy as np
 from sglane.mem_cache.page_layout import LaneCounts, Pages
 from sglane.mem_cache.radix_key import ELEMENT_BYTES, common_prefix_bytes
 
+PAGE_ID_BYTES = 4
+
 
 class Node:
     """One edge of the tree. Only a leaf's key may end inside its last page (a valid tail). Changed by the tree only, through these verbs.
 
-    key: bytes of the int64 key elements. pages: int32 [ceil(elements / page_size)].
+    key: bytes of the int64 key elements. page_ids: bytes of the int32 page ids (joined much faster than arrays), ceil(elements / page_size).
     path_lanes: pages of each lane on the path from the root to this node, itself included; an inner node never changes, so this stays true.
     heads: sorted keys of the children's first pages (shorter for a tail); children: in the same order.
     leases: leases that end at this node. pins: leases + children with pins > 0; a node with pins must stay.
     """
 
-    __slots__ = ("id", "parent", "key", "pages", "path_lanes", "heads", "children", "last_used", "leases", "pins", "queued")
+    __slots__ = ("id", "parent", "key", "page_ids", "path_lanes", "heads", "children", "last_used", "leases", "pins", "queued")
 
     def __init__(self, node_id: int, parent: Optional["Node"], key: bytes, pages: Pages, path_lanes: LaneCounts) -> None:
         self.id = node_id
         self.parent = parent
         self.key = key
-        self.pages = pages
+        self.page_ids = pages.tobytes()
         self.path_lanes = path_lanes
         self.heads: list[bytes] = []
         self.children: list[Node] = []
@@ -31,6 +33,11 @@ class Node:
         self.leases = 0
         self.pins = 0
         self.queued = -1  # last_used of this node's entry in the eviction queue, -1: none
+
+    @property
+    def pages(self) -> Pages:
+        """int32 [n], read-only."""
+        return np.frombuffer(self.page_ids, np.int32)
 
     @property
     def num_children(self) -> int:
@@ -115,7 +122,7 @@ class Node:
         upper.last_used = self.last_used
         upper.pins = 1 if self.pins else 0
         self.key = self.key[len(upper.key) :]
-        self.pages = self.pages[len(upper.pages) :].copy()
+        self.page_ids = self.page_ids[len(upper.page_ids) :]
         self.parent = upper
         upper.heads = [self.key[:page_bytes]]
         upper.children = [self]
@@ -124,7 +131,7 @@ class Node:
         """Grow a leaf at its end."""
         assert not self.children, f"node {self.id} has children and cannot grow"
         self.key += key
-        self.pages = np.concatenate((self.pages, pages))
+        self.page_ids += pages.tobytes()
         self.path_lanes = self.path_lanes + lanes
 
     def drop_suffix(self, num_pages: int, page_bytes: int, lanes: LaneCounts) -> None:
@@ -132,16 +139,16 @@ class Node:
         num_kept = len(self.pages) - num_pages
         assert not self.children and num_kept > 0
         self.key = self.key[: num_kept * page_bytes]
-        self.pages = self.pages[:num_kept].copy()
+        self.page_ids = self.page_ids[: num_kept * PAGE_ID_BYTES]
         self.path_lanes = self.path_lanes - lanes
 
-    def pages_below(self, top: "Node") -> list[Pages]:
-        """Page arrays of the path from below `top` down to this node."""
+    def pages_below(self, top: "Node") -> Pages:
+        """int32 [n], read-only: pages of the path from below `top` down to this node."""
         parts = []
-        node = self
+        node: Node | None = self
         while node is not top:
-            parts.append(node.pages)
-            assert node.parent is not None, f"node {top.id} is not above node {self.id}"
+            assert node is not None, f"node {top.id} is not above node {self.id}"
+            parts.append(node.page_ids)
             node = node.parent
         parts.reverse()
-        return parts
+        return np.frombuffer(b"".join(parts), np.int32)
