@@ -5,8 +5,9 @@
 import argparse
 import dataclasses
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -60,7 +61,8 @@ class ServerArgs:
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
     cp_size: int = arg(1, "context-parallel ranks; each stores and computes the tokens of its own pages", "Context parallelism", "--attn-cp-size")
-    enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism", "--enable-kv-cache-sharding")
+    enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism",
+                                    "--enable-kv-cache-sharding")
     cp_strategy: Literal["zigzag"] = arg("zigzag", "owner policy of prefill pages", "Context parallelism")
 
     def resolve(self) -> "ServerArgs":

@@ -9,7 +9,7 @@ DECLARED = {
     "tail_copy_skipped": "a hit ends inside a page, but the lane of that page has no free page: the hit is cut to the page",
 }
 
-_counts: Counter[str] = Counter({name: 0 for name in DECLARED})
+_counts: Counter[str] = Counter(dict.fromkeys(DECLARED, 0))
 
 
 def count(name: str) -> None:
