@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kits.thread_ranks import ThreadGroup
+from sglane import environ
 from sglane.distributed.groups import Groups
 from sglane.model_executor.executor import Executor
 from sglane.plan.io_struct import SamplingParams
@@ -28,11 +29,11 @@ def greedy(max_new_tokens: int = 1 << 20, **fields: object) -> SamplingParams:
 
 def start_ranks(config: object, model: object, page_size: int, cp_size: int = 1, num_rows: int = 200, tap: object = None) -> Run:
     """Executors of all ranks as threads of this process; returns a function that runs a plan on all of them."""
+    environ.SGLANE_NUM_THREADS = 1
     args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
     group = ThreadGroup(cp_size)
     groups = [Groups(group.exchange(rank), group.exchange(rank)) if cp_size > 1 else None for rank in range(cp_size)]
     executors = [Executor(config, model, args, rank, groups[rank], tap=tap) for rank in range(cp_size)]
-    torch.set_num_threads(1)
     for executor in executors:
         executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))
     if cp_size == 1:

@@ -43,7 +43,7 @@ def toy_worker(rank: int, groups: Groups, pipe: Connection, kind: str, page_size
 
 
 def serve_plans(config: Any, model: Any, rank: int, groups: Groups, pipe: Connection, page_size: int, num_rows: int) -> None:
-    environ.SGLANE_POISON = True
+    environ.SGLANE_POISON, environ.SGLANE_NUM_THREADS = True, 1
     args = ServerArgs(page_size=page_size, cp_size=groups.step.size, enable_cp_shared_kv=True)
     executor = Executor(config, model, args, rank, groups)
     executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))

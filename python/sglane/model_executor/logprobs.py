@@ -37,7 +37,9 @@ def score(logits: Tensor, token_ids: np.ndarray, params: SamplingParams) -> Scor
     targets = torch.from_numpy(token_ids.astype(np.int64)).to(logits.device).unsqueeze(1)
     chosen = logits.gather(1, targets) - lse
     top, ids = logits.topk(min(params.num_top_logprobs, logits.shape[1]), dim=-1)
-    asked = logits[:, torch.tensor(params.logprob_token_ids, dtype=torch.int64, device=logits.device)] - lse
+    asked_ids = torch.tensor(params.logprob_token_ids, dtype=torch.int64, device=logits.device)  # [m]
+    outside = (asked_ids < 0) | (asked_ids >= logits.shape[1])  # no such token: it cannot occur
+    asked = (logits[:, asked_ids.masked_fill(outside, 0)] - lse).masked_fill(outside, float("-inf"))
     return Scored(chosen.squeeze(1).cpu().numpy(), ids.to(torch.int32).cpu().numpy(), (top - lse).cpu().numpy(), asked.cpu().numpy())
 
 

@@ -82,10 +82,13 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
         if len(ids):
             penalty = params.frequency_penalty * torch.from_numpy(counts).to(device, torch.float32) + params.presence_penalty
             logits[torch.from_numpy(ids.astype(np.int64)).to(device)] -= penalty
-    if params.logit_bias:
-        logits[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(list(params.logit_bias.values()), device=device)
-    if row.num_outputs < params.min_new_tokens and params.stop_token_ids:
-        logits[torch.tensor(params.stop_token_ids, device=device)] = float("-inf")
+    vocab_size = len(logits)
+    bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < vocab_size}
+    if bias:
+        logits[torch.tensor(list(bias), device=device)] += torch.tensor(list(bias.values()), device=device)
+    if row.num_outputs < params.min_new_tokens:
+        stops = [token for token in params.stop_token_ids if 0 <= token < vocab_size]  # others cannot be sampled
+        logits[torch.tensor(stops, dtype=torch.int64, device=device)] = float("-inf")
 
 
 def _sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
@@ -111,9 +114,13 @@ def _sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
 
 
 def _inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
-    """weights [r, V] >= 0 with a positive sum, noise float64 [r] in (0, 1); returns int64 [r], never a column of weight 0."""
+    """weights [r, V] >= 0 with a positive sum, noise float64 [r] in (0, 1); returns int64 [r], never a column of weight 0.
+
+    A row of NaN, from a model that overflowed, gives the last column.
+    """
     cdf = weights.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(cdf, (noise * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
+    found = torch.searchsorted(cdf, (noise * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
+    return found.clamp_max_(weights.shape[1] - 1)
 
 
 def _sample_filtered(logits: Tensor, params: list[SamplingParams], noise: Tensor) -> Tensor:

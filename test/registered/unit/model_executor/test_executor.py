@@ -84,7 +84,7 @@ def test_prefix_hit_with_a_tail_copy(kind: str, cp_size: int, num_shared: int) -
 def test_prompt_and_output_logprobs(cp_size: int) -> None:
     drive, model = driver("gqa", 4, cp_size)
     tokens = prompt(3, 33)
-    drive.start(0, tokens, greedy(logprobs=True, num_top_logprobs=3, logprob_token_ids=[5, 7]))
+    drive.start(0, tokens, greedy(logprobs=True, num_top_logprobs=3, logprob_token_ids=[5, 7, 61]))
     drive.prefill(0, 10, logprob_start=6)
     drive.step({}, [0])
     every = tokens + drive.slots[0].outputs
@@ -94,7 +94,7 @@ def test_prompt_and_output_logprobs(cp_size: int) -> None:
         positions, ids, values = (np.frombuffer(data, kind) for data, kind in (
             (block.positions, np.int32), (block.token_ids, np.int32), (block.logprobs, np.float32)))
         top_ids, top = np.frombuffer(block.top_ids, np.int32).reshape(-1, 3), np.frombuffer(block.top_logprobs, np.float32).reshape(-1, 3)
-        asked = np.frombuffer(block.asked_logprobs, np.float32).reshape(-1, 2)
+        asked = np.frombuffer(block.asked_logprobs, np.float32).reshape(-1, 3)
         for i, position in enumerate(positions.tolist()):
             assert position not in rows and block.num_top == 3
             rows[position] = (ids[i], values[i], top_ids[i], top[i], asked[i])
@@ -105,7 +105,7 @@ def test_prompt_and_output_logprobs(cp_size: int) -> None:
         assert value == pytest.approx(row[token].item(), abs=1e-4)
         assert top_ids.tolist() == row.topk(3).indices.tolist()
         assert top == pytest.approx(row.topk(3).values.numpy(), abs=1e-4)
-        assert asked == pytest.approx(row[[5, 7]].numpy(), abs=1e-4)
+        assert asked[:2] == pytest.approx(row[[5, 7]].numpy(), abs=1e-4) and asked[2] == float("-inf")
 
 
 def test_prompt_logprobs_stop_at_the_prompt_and_span_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,15 @@ def test_bias_and_minimum_length() -> None:
         assert (token == best) == allowed
 
 
+def test_ids_outside_the_vocabulary_and_nan_logits_harm_nobody() -> None:
+    values = logits(9)
+    best = int(values.argmax())
+    assert sample(values, [row(temperature=0.0, logit_bias={VOCAB: 9.0, -1: 9.0}, min_new_tokens=50, stop_token_ids=[VOCAB + 3])])[0] == best
+    broken = torch.full((2, VOCAB), float("nan"))
+    tokens = sample(broken, [row(), row(top_p=0.5)])
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
 def test_history_must_reach_the_position() -> None:
     with pytest.raises(AssertionError, match="8 tokens of history at position 9"):
         sample(logits(), [row(position=9, history=[1] * 8, presence_penalty=1.0)])
