@@ -3,7 +3,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from kits.thread_ranks import ThreadGroup
 from sglane import environ
