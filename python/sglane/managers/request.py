@@ -148,6 +148,10 @@ class Request:
             raise IllegalTransition(f"request {self.rid}: '{verb}' in phase {self.phase.value}")
         self.phase = TRANSITIONS[key]
 
+    def _expect(self, phase: Phase, verb: str) -> None:
+        if self.phase is not phase:
+            raise IllegalTransition(f"request {self.rid}: '{verb}' in phase {self.phase.value}")
+
     def admit(self, slot: int, holding: Holding, order: int, num_cached_tokens: int) -> None:
         self._fire("admit")
         self.residence = Residence(slot, holding, order, self._num_known, num_cached_tokens, num_cached_tokens)
@@ -156,6 +160,7 @@ class Request:
 
     def issue_extend(self, step: int, num_rows: int) -> bool:
         """A chunk goes out with `step`. True: it is the last one and samples a token."""
+        self._expect(Phase.PREFILL, "issue_extend")
         residence = self.admitted()
         residence.num_rows_issued += num_rows
         residence.last_step = step
@@ -167,6 +172,7 @@ class Request:
 
     def issue_continue(self, step: int) -> None:
         """One decode row goes out with `step`."""
+        self._expect(Phase.DECODE, "issue_continue")
         residence = self.admitted()
         residence.num_rows_issued += 1
         residence.num_samples_in_flight += 1
