@@ -188,9 +188,9 @@ class RadixCache:
             for child in children if len(children) <= _FEW_CHILDREN else ():
                 key = child.key
                 part = query[position : position + len(key)]
-                if key.startswith(part):
-                    common = len(part)
-                    break
+                common = len(part)
+                if key.startswith(part) and (common % page_bytes == 0 or position + common == end):
+                    break  # not at a tail that the query goes beyond: a leased one may have a fuller sibling
             else:
                 child, common = node.best_child(query[position:], page_bytes)
             if common < len(child.key) or common % page_bytes:

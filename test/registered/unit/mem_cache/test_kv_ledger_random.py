@@ -1,0 +1,112 @@
+"""The whole ledger under random operation sequences, audited after each, against the contents of pages (kits.ledger_world)."""
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kits.ledger_world import LedgerWorld
+
+OPS = ("match", "match", "cancel", "admit", "admit", "extend", "extend", "extend", "publish", "publish", "release", "issue", "issue", "retire", "retire", "flush")
+
+
+def run(world, ops):
+    """Each op is (name, seed); names that make no sense at the moment do nothing."""
+    for name, seed in ops:
+        rng = np.random.default_rng(seed)
+
+        def pick(requests, rng=rng):
+            return requests[rng.integers(len(requests))] if requests else None
+
+        request = pick(world.matched if name in ("cancel", "admit") else world.running)
+        if name == "match" and len(world.matched) < 3:
+            num_prompt = int(rng.integers(1, 5 * world.layout.page_size + 6))
+            # Long common beginnings, a few places to part, and generated tokens that coincide often.
+            tokens = (np.arange(60 + num_prompt) % 7).astype(np.int64)
+            changed = rng.integers(0, len(tokens), 2)
+            tokens[changed[rng.random(2) < 0.5]] = 9
+            world.match(tokens, num_prompt, "" if rng.random() < 0.8 else "other")
+        elif name == "issue":
+            world.issue()
+        elif name == "retire":
+            world.retire()
+        elif name == "flush":
+            world.flush()
+        elif request is not None and name == "cancel":
+            world.cancel(request)
+        elif request is not None and name == "admit":
+            world.admit(request, int(rng.integers(1, 3 * world.layout.page_size + 3)))
+        elif request is not None and name == "extend":
+            world.extend(request, int(rng.integers(1, 2 * world.layout.page_size + 3)))
+        elif request is not None and name == "publish":
+            world.publish(request)
+        elif request is not None and name == "release":
+            world.release(request, int(rng.choice([0, request.num_known, rng.integers(0, request.num_known + 1)])))
+        world.ledger.audit()
+        world.check_tree()
+    finish(world)
+
+
+def finish(world):
+    """Everything ends; the ledger is empty after a flush."""
+    world.issue()
+    while world.outstanding:
+        world.retire()
+    world.issue()
+    while world.outstanding:
+        world.retire()
+    for request in list(world.matched):
+        world.cancel(request)
+    for request in list(world.running):
+        world.release(request, request.num_known)
+        world.ledger.audit()
+    world.check_tree()
+    assert not world.running
+    state = world.ledger.snapshot()
+    assert state["leases"] == state["requests"] == 0 and state["slots"]["free"] == state["slots"]["total"]
+    assert not any(state["device"]["held"]) and not any(state["device"]["tickets"])
+    world.flush()
+    world.ledger.audit()
+    assert world.ledger.snapshot()["device"]["free"] == state["device"]["total"]
+
+
+op_lists = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 2**32 - 1)), min_size=30, max_size=100)
+geometries = st.tuples(st.sampled_from([1, 4, 16]), st.integers(1, 4))
+
+
+@settings(max_examples=200)
+@given(geometries, st.integers(3, 8), op_lists)
+def test_small_pools(geometry, num_rows, ops):
+    page_size, cp_size = geometry
+    run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4), ops)
+
+
+@settings(max_examples=100)
+@given(geometries, op_lists)
+def test_large_pools_find_everything_that_was_inserted(geometry, ops):
+    page_size, cp_size = geometry
+    world = LedgerWorld(page_size, cp_size, num_rows=600, num_slots=8)
+    run(world, ops)
+    assert not world.ever_evicted
+
+
+@settings(max_examples=20)
+@given(geometries, op_lists)
+def test_without_a_prefix_cache(geometry, ops):
+    page_size, cp_size = geometry
+    world = LedgerWorld(page_size, cp_size, 12, num_slots=4, prefix_cache=False)
+    run(world, ops)
+    assert not world.num_hits and not world.num_changes
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_long_runs_meet_every_case(page_size, cp_size):
+    """One long fixed run for each geometry; it must have seen hits, copies, waiting, eviction and moved rows (so the random tests can fail)."""
+    rng = np.random.default_rng(page_size * 10 + cp_size)
+    world = LedgerWorld(page_size, cp_size, 2 + max(24 // (page_size * cp_size), 14 // cp_size), num_slots=5)
+    names = [OPS[index] for index in rng.integers(0, len(OPS), 900)]
+    run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"])
+    seen = {"hits": world.num_hits, "copies": world.num_copies, "waits": world.num_pending, "evictions": world.num_evicted, "moved rows": world.num_changes}
+    if page_size == 1:
+        assert not seen.pop("copies")
+    assert all(seen.values()), seen
