@@ -1,0 +1,130 @@
+"""From a checkpoint on disk to a model on a device."""
+import logging
+
+import torch
+
+from sglane.configs.model_config import ModelConfig
+from sglane.layers.weights import FP8, Matrix, dequantise
+from sglane.model_executor.loader_gguf import GGUFStore
+from sglane.model_executor.loader_progress import LoadProgress
+from sglane.model_executor.loader_safetensors import SafetensorsStore
+from sglane.model_executor.loader_store import CheckpointError, TensorStore
+from sglane.models.causal_lm import CausalLM
+from sglane.models.registry import model_class
+
+__all__ = ["CheckpointError", "CheckpointWeights", "load_model", "open_store"]
+
+logger = logging.getLogger(__name__)
+
+#: Types that a plain tensor may be stored in.
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Buffers that some checkpoints carry although they follow from the configuration.
+DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+SCALE_SUFFIX = "_scale_inv"
+#: Names listed in an error message; more are counted.
+MAX_NAMES = 8
+
+
+def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, show_progress: bool, force_progress: bool = False) -> CausalLM:
+    """Read every weight of the main model. Draft layers may be in the checkpoint; they stay unread.
+
+    dtype: run type of weights and activations. show_progress: a bar on standard error if that is a terminal; force_progress: also if it is not.
+    Raises CheckpointError naming the tensor that is missing, unexpected or of the wrong shape.
+    """
+    store = open_store(config)
+    weights = CheckpointWeights(store, config, device, dtype, LoadProgress(store.label, show_progress, force_progress))
+    model = model_class(config)(config, weights)
+    weights.finish()
+    logger.debug("loaded %s: %.3f GiB of weights, draft tensors in the checkpoint: %d", type(model).__name__, model.weight_bytes / (1 << 30),
+                 len(weights.draft_names))
+    return model
+
+
+def open_store(config: ModelConfig) -> TensorStore:
+    return GGUFStore(config) if config.source.kind == "gguf" else SafetensorsStore(config.source.path)
+
+
+class CheckpointWeights:
+    """See WeightSource. Keeps the list of what nobody has asked for yet."""
+
+    def __init__(self, store: TensorStore, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: LoadProgress,
+                 keep_fp8: bool | None = None):
+        """keep_fp8: whether FP8 matrices stay FP8; by default on CUDA. (CPUs have no product with them.)"""
+        self.device = device
+        self.dtype = dtype
+        self.resident_bytes = 0
+        self._store = store
+        self._progress = progress
+        self._keep_fp8 = device.type == "cuda" if keep_fp8 is None else keep_fp8
+        names = set(store.names())
+        drafts = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(config.num_draft_layers, 1)))
+        #: Tensors of the draft layers, which come after the main model's.
+        self.draft_names = {name for name in names if name.startswith(drafts)}
+        self._unread = {name for name in names - self.draft_names if not name.endswith(DERIVED_SUFFIXES)}
+        if config.tie_word_embeddings:
+            self._unread.discard("lm_head.weight")  # some tied checkpoints carry the copy
+        progress.start({name: store.shard(name) for name in self._unread})
+
+    def has(self, name: str) -> bool:
+        return name in self._store.names()
+
+    def note_copy(self, num_bytes: int) -> None:
+        self.resident_bytes += num_bytes
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """See WeightSource."""
+        data = self._read(name, shape, None)
+        if data.dtype == FP8:
+            return self._placed(dequantise(data, self._scales(name, data, None), dtype or self.dtype))
+        return self._placed(self._checked(name, data).to(dtype or self.dtype))
+
+    def matrix(self, name: str, shape: tuple[int, int], part: int | None = None) -> Matrix:
+        """See WeightSource."""
+        data = self._read(name, shape, part)
+        if data.dtype != FP8:
+            return Matrix(self._placed(self._checked(name, data).to(self.dtype)))
+        scales = self._scales(name, data, part)
+        if self._keep_fp8:
+            return Matrix(self._placed(data), self._placed(scales))
+        return Matrix(self._placed(dequantise(data, scales, self.dtype)))
+
+    def finish(self) -> None:
+        """Everything must have been asked for."""
+        self._progress.finish()
+        if self._unread:
+            names = sorted(self._unread)
+            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+            raise CheckpointError(f"{self._store.path}: unexpected tensors in the checkpoint: {', '.join(names[:MAX_NAMES])}{more}")
+
+    def _read(self, name: str, shape: tuple[int, ...], part: int | None) -> torch.Tensor:
+        """The stored tensor, or one part [...] of a tensor [parts, ...], of the given shape."""
+        if not self.has(name):
+            raise CheckpointError(f"{self._store.path}: the tensor '{name}' {list(shape)} is missing in the checkpoint")
+        whole = self._store.shape(name)
+        found = whole if part is None else whole[1:]
+        if found != shape or (part is not None and part >= whole[0]):
+            expected = list(shape) if part is None else ["> " + str(part), *shape]
+            raise CheckpointError(f"{self._store.path}: the tensor '{name}' has shape {list(whole)}, expected {expected}")
+        if name in self._unread:
+            self._unread.discard(name)
+            self._progress.taken(name)
+        return self._store.read(name, part)
+
+    def _scales(self, name: str, data: torch.Tensor, part: int | None) -> torch.Tensor:
+        """Block scales of an FP8 matrix as float32. Newer files store the exponent of a power of two in a byte."""
+        rows, columns = data.shape
+        scales = self._read(name + SCALE_SUFFIX, (-(-rows // 128), -(-columns // 128)), part)
+        if scales.dtype == torch.uint8:
+            return torch.exp2(scales.float() - 127.0)
+        if scales.dtype not in (*STORED_DTYPES, torch.float8_e8m0fnu):
+            raise CheckpointError(f"{self._store.path}: the tensor '{name}{SCALE_SUFFIX}' is stored as {scales.dtype}, which is no form of a scale")
+        return scales.float()
+
+    def _checked(self, name: str, data: torch.Tensor) -> torch.Tensor:
+        if data.dtype not in STORED_DTYPES:
+            raise CheckpointError(f"{self._store.path}: the tensor '{name}' is stored as {data.dtype}, which is not supported")
+        return data
+
+    def _placed(self, data: torch.Tensor) -> torch.Tensor:
+        self.resident_bytes += data.nbytes
+        return data.to(self.device)

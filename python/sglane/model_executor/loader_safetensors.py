@@ -1,0 +1,56 @@
+"""Safetensors checkpoints: one file, or shards listed in an index."""
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sglane.model_executor.loader_store import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class SafetensorsStore:
+    """Files are mapped, so ranks on one host share the pages they read. The headers say what there is; the index only lists files."""
+
+    label = "Loading safetensors checkpoint shards"
+
+    def __init__(self, path: str):
+        self.path = path
+        self._files = {}
+        self._shard_of: dict[str, str] = {}
+        for file in shard_files(Path(path)):
+            try:
+                opened = safe_open(file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file}: {error}") from error
+            self._files[file.name] = opened
+            self._shard_of.update(dict.fromkeys(opened.keys(), file.name))
+
+    def names(self) -> Collection[str]:
+        return self._shard_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._shard_of[name]].get_slice(name).get_shape())
+
+    def shard(self, name: str) -> str:
+        return self._shard_of[name]
+
+    def read(self, name: str, part: int | None = None) -> torch.Tensor:
+        file = self._files[self._shard_of[name]]
+        return file.get_tensor(name) if part is None else file.get_slice(name)[part]
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint; consolidated or other copies in the folder are left alone."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [folder / SINGLE_FILE]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist" + (f", but {index} lists it" if index.is_file() else f", and neither does {index}"))
+    return files

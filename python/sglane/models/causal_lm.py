@@ -1,0 +1,75 @@
+"""The frame that all models share: embedding, decoder layers, final norm, output head."""
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from sglane.configs.sizes import ModelConfig
+from sglane.forward.forward_batch import ForwardBatch
+from sglane.layers.embedding import Embedding, load_head
+from sglane.layers.norm import RMSNorm
+from sglane.layers.rotary import Angles, Rotary
+from sglane.layers.weights import WeightSource
+
+
+class Attention(Protocol):
+    """One layer's attention with its projections."""
+
+    def __call__(self, x: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """x [n, hidden], normed; returns [n, hidden]."""
+        ...
+
+
+class DecoderLayer:
+    """h += attention(norm(h)); h += mlp(norm(h))."""
+
+    def __init__(self, input_norm: RMSNorm, attention: Attention, post_norm: RMSNorm, mlp: Callable[[Tensor], Tensor]):
+        self._input_norm = input_norm
+        self._attention = attention
+        self._post_norm = post_norm
+        self._mlp = mlp
+
+    @staticmethod
+    def load(weights: WeightSource, config: ModelConfig, prefix: str, attention: Attention, mlp: Callable[[Tensor], Tensor]) -> "DecoderLayer":
+        """prefix: the layer's module name with a dot at its end."""
+        norms = [RMSNorm.load(weights, prefix + name, config.hidden_size, config.rms_norm_eps)
+                 for name in ("input_layernorm", "post_attention_layernorm")]
+        return DecoderLayer(norms[0], attention, norms[1], mlp)
+
+    def __call__(self, h: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
+        h = h + self._attention(self._input_norm(h), angles, batch)
+        return h + self._mlp(self._post_norm(h))
+
+
+class CausalLM:
+    """A loaded model. Subclasses say how one decoder layer is made."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource):
+        self.config = config
+        self.embedding = Embedding.load(weights, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [self.load_layer(weights, layer) for layer in range(config.num_layers)]
+        self.norm = RMSNorm.load(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = load_head(weights, "lm_head", self.embedding, config.tie_word_embeddings)
+        self._rotary = Rotary(config.rope, self.rope_dim(config), weights.device)
+        self.weight_bytes = weights.resident_bytes
+
+    @staticmethod
+    def rope_dim(config: ModelConfig) -> int:
+        """Values that are rotated per head."""
+        return config.head_dim
+
+    def load_layer(self, weights: WeightSource, layer: int) -> DecoderLayer:
+        raise NotImplementedError
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [n, hidden] of the batch's tokens after the final norm; n may be 0."""
+        angles = self._rotary.angles(batch.positions)
+        h = self.embedding(batch.tokens)
+        for layer, decoder in enumerate(self.layers):
+            h = decoder(h, angles, batch)
+            batch.hooks.layer_end(layer)
+        return self.norm(h)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [m, hidden] after the final norm; returns float32 [m, vocab]."""
+        return self.head(hidden).float()
