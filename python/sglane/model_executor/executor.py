@@ -51,10 +51,11 @@ class Executor:
 
     def init_pool(self, init: PoolInit) -> None:
         """Allocate pools and slot table."""
-        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, self._args.page_size)
+        page_ids = range(self._args.cp_size, init.num_rows * self._args.cp_size)
+        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, self._args.page_size, page_ids)
         self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device)
         if self._poison:
-            self._pool.poison(np.arange(self._args.cp_size, init.num_rows * self._args.cp_size, dtype=np.int32))
+            self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
         self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device, self._tap)
 
     @torch.inference_mode()

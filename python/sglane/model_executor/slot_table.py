@@ -43,8 +43,10 @@ class Slot:
 class SlotTable:
     """Replicated on every rank; changed only by plans and by the step exchange."""
 
-    def __init__(self, num_slots: int, max_pages_per_slot: int, page_size: int):
+    def __init__(self, num_slots: int, max_pages_per_slot: int, page_size: int, page_ids: range):
+        """page_ids: pages that exist, sink rows not among them."""
         self.page_size = page_size
+        self._page_ids = page_ids
         self._rows = np.zeros((num_slots, max_pages_per_slot), np.int32)
         self._num_pages = np.zeros(num_slots, np.int64)
         self._lengths = np.zeros(num_slots, np.int64)  # valid KV rows
@@ -68,7 +70,8 @@ class SlotTable:
         self.append_pages(start.slot, np.frombuffer(start.pages, np.int32))
 
     def append_pages(self, slot: int, pages: np.ndarray) -> None:
-        """pages int32 [m]; raises SlotError if the row is full."""
+        """pages int32 [m]; raises SlotError if the row is full or a page does not exist."""
+        self._check(slot, pages)
         first = int(self._num_pages[slot])
         if first + len(pages) > self._rows.shape[1]:
             raise SlotError(f"slot {slot}: {first + len(pages)} pages, but a row has {self._rows.shape[1]}")
@@ -78,6 +81,7 @@ class SlotTable:
     def update_row(self, update: RowUpdate) -> None:
         pages = np.frombuffer(update.pages, np.int32)
         self._get(update.slot)
+        self._check(update.slot, pages)
         if update.first_page + len(pages) > self._num_pages[update.slot]:
             raise SlotError(f"slot {update.slot}: row update up to page {update.first_page + len(pages)} of {self._num_pages[update.slot]}")
         self._rows[update.slot, update.first_page:update.first_page + len(pages)] = pages
@@ -116,6 +120,10 @@ class SlotTable:
     def row_capacity(self) -> int:
         """Tokens that a full row covers."""
         return int(self._rows.shape[1]) * self.page_size
+
+    def _check(self, slot: int, pages: np.ndarray) -> None:
+        if len(pages) and not (pages.min() >= self._page_ids.start and pages.max() < self._page_ids.stop):
+            raise SlotError(f"slot {slot}: pages {pages.tolist()} are not all in {self._page_ids}")
 
     def _get(self, slot: int) -> Slot:
         if slot not in self._slots:

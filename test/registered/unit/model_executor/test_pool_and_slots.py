@@ -60,7 +60,7 @@ def test_poison_fills_own_rows_and_never_the_sink() -> None:
 
 
 def test_slot_rows_and_histories() -> None:
-    table = SlotTable(4, 5, 8)
+    table = SlotTable(4, 5, 8, range(1, 20))
     params = SamplingParams(max_new_tokens=5, presence_penalty=1.0)
     table.start(SlotStart(2, ints([7, 8]), 3, 10, params, ints([1, 2, 3])))
     table.append_pages(2, np.array([9], np.int32))
@@ -72,7 +72,8 @@ def test_slot_rows_and_histories() -> None:
     table.sampled(2, 12)
     assert table.length(2) == 6 and table.last_token(2) == 12
     assert table.get(2).history.tokens().tolist() == [1, 2, 3, 5, 6, 11, 12]
-    for bad in (lambda: table.append_pages(2, np.zeros(3, np.int32)), lambda: table.update_row(RowUpdate(2, 2, ints([1, 1]))),
+    for bad in (lambda: table.append_pages(2, np.ones(3, np.int32)), lambda: table.append_pages(2, np.array([0], np.int32)),
+                lambda: table.append_pages(2, np.array([20], np.int32)), lambda: table.update_row(RowUpdate(2, 2, ints([1, 1]))),
                 lambda: table.start(SlotStart(2, b"", 0, 1, params)), lambda: table.release(0), lambda: table.update_row(RowUpdate(1, 0, b"")),
                 lambda: table.start(SlotStart(3, ints([1]), 2, 4, params))):
         with pytest.raises(SlotError):
@@ -85,7 +86,7 @@ def test_slot_rows_and_histories() -> None:
 
 
 def test_a_long_history_grows() -> None:
-    table = SlotTable(1, 5, 8)
+    table = SlotTable(1, 5, 8, range(1, 20))
     table.start(SlotStart(0, b"", 0, 10, SamplingParams(max_new_tokens=5, frequency_penalty=1.0)))
     for i in range(1000):
         table.fed(0, np.array([i]), known=True)

@@ -1,0 +1,151 @@
+"""Rank processes as the launcher starts them: start-up protocol, plans over sockets, ends."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+from safetensors.torch import load_file
+
+from kits.checkpoints import tiny
+from kits.plan_driver import PlanDriver, greedy
+from sglane.plan.io_struct import Endpoints
+from sglane.plan.step_plan import ExecutorError, ExecutorReady, FromExecutor, PoolInit, PoolReady, Progress, StepPlan, StepResult, Stop
+from sglane.server_args import ProcessSpec, ServerArgs
+from sglane.utils.ipc import Receiver, Sender
+
+COMMAND = [sys.executable, "-m", "sglane.model_executor"]
+
+
+class Ranks:
+    """The planner's side of the sockets."""
+
+    def __init__(self, folder: Path, size: int, path: Path, **flags: object):
+        self.size = size
+        self.endpoints = Endpoints(to_planner="unused", to_front="unused", to_executors=[f"ipc://{folder}/e{rank}" for rank in range(size)],
+                                   from_executors=f"ipc://{folder}/p", rendezvous=f"file://{folder}/meet")
+        self._args = ServerArgs(model_path=str(path), dtype="float32", cp_size=size, enable_cp_shared_kv=size > 1, max_total_tokens=6400, **flags)
+        self._context = zmq.Context()
+        self._receiver = Receiver(self._context, self.endpoints.from_executors, FromExecutor)
+        self._senders = [Sender(self._context, address) for address in self.endpoints.to_executors]
+
+    def spec(self, rank: int) -> bytes:
+        return ProcessSpec(server_args=self._args, endpoints=self.endpoints, rank=rank).to_json()
+
+    def send(self, message: object) -> None:
+        for sender in self._senders:
+            sender.send(message)
+
+    def receive(self, kind: type, timeout_s: float = 120) -> object:
+        while True:
+            assert self._receiver.poll(int(timeout_s * 1000)), f"no {kind.__name__} within {timeout_s} s"
+            message = self._receiver.recv()
+            if not isinstance(message, Progress):
+                assert isinstance(message, kind), message
+                return message
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        self.send(plan)
+        return [self.receive(StepResult) for _ in range(self.size)]
+
+    def start_up(self) -> list[ExecutorReady]:
+        ready = [self.receive(ExecutorReady) for _ in range(self.size)]
+        self.send(PoolInit(min(r.max_rows for r in ready), 8, 100))
+        assert sorted(self.receive(PoolReady).rank for _ in range(self.size)) == list(range(self.size))
+        return ready
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+        self._receiver.close()
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def started(folder: Path, size: int, hold: str = "", family: str = "llama", **flags: object) -> Iterator[tuple[Ranks, list[subprocess.Popen]]]:
+    ranks = Ranks(folder, size, tiny(family), **flags)
+    environment = {**os.environ, "SGLANE_HOLD": hold, "SGLANE_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env=environment) for _ in range(size)]
+    try:
+        for rank, process in enumerate(processes):
+            process.stdin.write(ranks.spec(rank))
+            process.stdin.close()
+        yield ranks, processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        ranks.close()
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 1), ("llama", 2), ("glm_moe_dsa", 2)])
+def test_start_up_plans_and_stop(tmp_path: Path, family: str, size: int) -> None:
+    ref = load_file(tiny(family) / "ref.safetensors")
+    with started(tmp_path, size, family=family, page_size=16) as (ranks, processes):
+        ready = ranks.start_up()
+        assert {r.rank for r in ready} == set(range(size))
+        assert {(r.vocab_size, r.context_length, r.max_rows, r.device_name) for r in ready} == {(512, 4096, 400 // size + 1, "cpu")}
+        elements = {"llama": 4 * 2 * 2 * 16, "glm_moe_dsa": 4 * (64 + 16) + 4 * 32}[family]  # of a token
+        assert ready[0].weight_bytes > 0 and ready[0].num_bytes_per_page == elements * 16 * 4
+        drive = PlanDriver(ranks.run, 16, size, 100)
+        for slot, n in enumerate((65, 7, 200)):
+            assert drive.generate(slot, ref[f"prompt.{n}"].tolist(), 12, 30) == ref[f"greedy.{n}"].tolist()
+        ranks.send(Stop())
+        assert [process.wait(30) for process in processes] == [0] * size
+
+
+def test_a_gap_is_reported_and_ends_the_process(tmp_path: Path) -> None:
+    with started(tmp_path, 1) as (ranks, (process,)):
+        ranks.start_up()
+        ranks.send(StepPlan(2))
+        assert "plan 2 came after plan 0" in ranks.receive(ExecutorError).message
+        assert process.wait(30) != 0
+
+
+def test_an_injected_failure_is_reported(tmp_path: Path) -> None:
+    with started(tmp_path, 1, hold='{"rank": 0, "point": "forward", "sleep_ms": -1}') as (ranks, (process,)):
+        ranks.start_up()
+        drive = PlanDriver(ranks.run, 64, 1, 100)
+        drive.start(0, [3, 4, 5], greedy())
+        with pytest.raises(AssertionError, match="fails at forward"):
+            drive.prefill(0, 100)
+        assert process.wait(30) != 0
+
+
+def test_a_missing_model_is_reported(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 1, tmp_path / "nothing")
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.DEVNULL)
+    process.communicate(ranks.spec(0), timeout=60)
+    assert process.returncode != 0
+    assert "nothing" in ranks.receive(ExecutorError).message
+    ranks.close()
+
+
+def test_no_orphan_survives_its_launcher(tmp_path: Path) -> None:
+    """The launcher is killed without a chance to clean up."""
+    ranks = Ranks(tmp_path, 1, tiny("llama"))
+    (tmp_path / "spec").write_bytes(ranks.spec(0))
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-m', 'sglane.model_executor'], "
+         "stdin=open(sys.argv[1])); print(p.pid, flush=True); time.sleep(600)", str(tmp_path / "spec")],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    pid = int(launcher.stdout.readline())
+    ranks.receive(ExecutorReady)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    launcher.stdout.close()
+    deadline = time.monotonic() + 10
+    while _alive(pid):
+        assert time.monotonic() < deadline, "the executor outlived its launcher"
+        time.sleep(0.05)
+    ranks.close()
+
+
+def _alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
