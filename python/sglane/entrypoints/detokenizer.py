@@ -1,0 +1,168 @@
+"""Token by token to text that never splits a character, and stop strings in it. Results do not depend on how tokens are grouped."""
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+#: Most tokens of the window method that wait for the end of a character.
+MAX_HELD_TOKENS = 16
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Text of one sequence of tokens."""
+
+    def step(self, token_id: int) -> str:
+        """The text that is certain after this token; an incomplete character is held back."""
+
+    def flush(self) -> str:
+        """What is still held at the end; an incomplete character becomes a replacement mark."""
+
+
+class BytesDetokenizer:
+    """For vocabularies whose tokens are byte strings: an incremental UTF-8 decoder over them. Invalid bytes become replacement marks."""
+
+    def __init__(self, piece: Callable[[int], bytes]):
+        self._piece = piece
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def step(self, token_id: int) -> str:
+        return self._decoder.decode(self._piece(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other decoders: the text of a short window of tokens, compared with the text of the part that was given out already."""
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]):
+        """context: the last prompt tokens, because a decoder may treat the first token of a text differently."""
+        self._decode = decode
+        self._window = list(context)
+        self._num_read = len(context)  # tokens of the window whose text was given out
+
+    def step(self, token_id: int) -> str:
+        self._window.append(token_id)
+        return self._advance(final=len(self._window) - self._num_read > MAX_HELD_TOKENS)
+
+    def flush(self) -> str:
+        return self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        before, text = self._decode(self._window[: self._num_read]), self._decode(self._window)
+        if not final and (len(text) <= len(before) or text.endswith(REPLACEMENT)):
+            return ""
+        self._window = self._window[self._num_read :]
+        self._num_read = len(self._window)
+        return text[len(before) :]
+
+
+class StopMatcher:
+    """Finds the first stop string in a growing text and holds back a tail that may become one.
+
+    The stop that is complete first counts; of two that end together, the longer. What was let through holds no part of a stop.
+    """
+
+    def __init__(self, stops: Sequence[str], keep_stop: bool):
+        self._stops = stops
+        self._keep_stop = keep_stop
+        self._held = ""
+        self._longest = max(map(len, stops), default=0)
+
+    def feed(self, piece: str) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string that was found). After a stop nothing more may be fed."""
+        text = self._held + piece
+        found = self._find(text)
+        if found is not None:
+            end, stop = found
+            self._held = ""
+            return text[: end if self._keep_stop else end - len(stop)], stop
+        num_held = self._num_to_hold(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None
+
+    def flush(self) -> str:
+        """The held tail, which is no stop after all."""
+        text, self._held = self._held, ""
+        return text
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """(end, stop) of the stop that is complete first."""
+        best: tuple[int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start < 0:
+                continue
+            end = start + len(stop)
+            if best is None or end < best[0] or (end == best[0] and len(stop) > len(best[1])):
+                best = (end, stop)
+        return best
+
+    def _num_to_hold(self, text: str) -> int:
+        """Characters of the longest tail that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[len(text) - length :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level vocabularies write for each byte -> the byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + index): byte for index, byte in enumerate(others)}}
+
+
+class Pieces:
+    """The bytes of every token of a vocabulary whose decoder works on bytes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._kind = decoder_kind(tokenizer)
+        self._alphabet = byte_alphabet()
+        self._known: dict[int, bytes] = {}
+
+    @property
+    def are_bytes(self) -> bool:
+        return self._kind == "byte_level"
+
+    def piece(self, token_id: int) -> bytes:
+        """All tokens."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._make(self._tokenizer.id_to_token(token_id) or "")
+        return found
+
+    def piece_without_special(self, token_id: int) -> bytes:
+        """Special tokens are empty."""
+        return b"" if token_id in self._special else self.piece(token_id)
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token on its own, for reports of log probabilities."""
+        if self.are_bytes:
+            return self.piece(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def detokenizer(self, skip_special_tokens: bool, context: Sequence[int]) -> Detokenizer:
+        """For output that follows a prompt which ends with the tokens `context`."""
+        if self.are_bytes:
+            return BytesDetokenizer(self.piece_without_special if skip_special_tokens else self.piece)
+        return WindowDetokenizer(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), context)
+
+    def _make(self, token: str) -> bytes:
+        try:
+            return bytes([self._alphabet[character] for character in token])
+        except KeyError:
+            return token.encode()  # an added token, written as it is
+
+
+def decoder_kind(tokenizer: Tokenizer) -> str:
+    """`byte_level`, or `other`."""
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    kinds = [decoder] if decoder and decoder["type"] != "Sequence" else (decoder or {}).get("decoders", [])
+    return "byte_level" if [kind["type"] for kind in kinds] == ["ByteLevel"] else "other"

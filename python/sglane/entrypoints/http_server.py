@@ -1,0 +1,77 @@
+"""The ASGI application: routes and error shapes. Requests are validated by hand, so no route has a pydantic model."""
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+import sglane
+from sglane.entrypoints.admin_api import AdminApi
+from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
+from sglane.entrypoints.native_api import NativeApi
+from sglane.entrypoints.server_state import ServerState
+
+logger = logging.getLogger(__name__)
+
+JSON_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "A field is wrong; the message names it"},
+    413: {"description": "The body is too large"},
+    415: {"description": "The body is not JSON"},
+    503: {"description": "Starting, shutting down, or the queue is full"},
+}
+
+
+def make_app(server: ServerState) -> FastAPI:
+    """All routes of one server."""
+    app = FastAPI(title="sglane", version=sglane.__version__)
+    admin, native = AdminApi(server), NativeApi(server)
+
+    def get(path: str, handler: Any, *methods: str) -> None:
+        app.add_api_route(path, handler, methods=list(methods) or ["GET"], response_model=None, responses={503: ERRORS[503]})
+
+    def post(path: str, handler: Any, *methods: str) -> None:
+        app.add_api_route(path, handler, methods=list(methods) or ["POST"], response_model=None, responses=ERRORS, openapi_extra=JSON_BODY)
+
+    get("/ping", admin.ping)
+    get("/health", admin.health)
+    get("/v1/health", admin.health)
+    get("/health_generate", admin.health_generate)
+    get("/ready", admin.ready)
+    get("/model_info", admin.model_info)
+    get("/get_model_info", admin.model_info)
+    get("/server_info", admin.server_info)
+    get("/get_server_info", admin.server_info)
+    get("/flush_cache", admin.flush_cache, "GET", "POST")
+    get("/v1/models", admin.models)
+    get("/v1/models/{model:path}", admin.model)
+    post("/abort_request", admin.abort_request)
+    post("/generate", native.generate, "POST", "PUT")
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    return app
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """404 and 405 in the same shape as everything else."""
+    assert isinstance(error, HTTPException)
+    response = error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The traceback is logged by the server; the client is told no details."""
+    return error_response(ApiError(500, f"internal error: {type(error).__name__}"))

@@ -1,0 +1,232 @@
+"""The life of a server: start, warm-up, service, drain, end. One main task follows it; everything else answers to it."""
+import asyncio
+import contextlib
+import logging
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+import uvloop
+import zmq
+
+from sglane.configs.model_config import ModelConfig, ModelConfigError, load_model_config
+from sglane.entrypoints.engine_client import EngineClient
+from sglane.entrypoints.http_server import make_app
+from sglane.entrypoints.processes import Family, WorkFolder, bind_http
+from sglane.entrypoints.server_state import Engine, Phase, ServerState, until_idle
+from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
+from sglane.entrypoints.warmup import WarmupFailed, warm_up
+from sglane.server_args import ServerArgs, parse_args
+from sglane.utils import logging as log
+
+logger = logging.getLogger(__name__)
+
+#: How often children and clocks are looked at.
+TICK_S = 0.1
+#: Seconds that a dying planner gets to say why.
+LAST_WORDS_S = 0.5
+#: Seconds that children get to end after they were told to.
+CHILD_EXIT_S = 15.0
+#: Seconds that answers get to leave before connections are cut.
+FAREWELL_S = 5
+
+
+class EngineDied(RuntimeError):
+    """A child ended, hung or gave up; the message says which and how."""
+
+
+class StopRequested(Exception):
+    """SIGTERM or SIGINT."""
+
+
+class HttpServer(uvicorn.Server):
+    """Signals belong to the launcher."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end(self) -> None:
+        """Stop accepting; answers under way may finish for FAREWELL_S."""
+        self.should_exit = True
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = 0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        self.count += 1
+        self.last = number
+        logger.info("%s received%s", signal.Signals(number).name, ", stopping now" if self.count > 1 else "")
+
+
+class Launcher:
+    """One server. `run` returns the exit code."""
+
+    def __init__(self, args: ServerArgs, config: ModelConfig, listener: socket.socket, folder: WorkFolder):
+        self._args = args
+        self._listener = listener
+        self._endpoints = folder.endpoints(args.cp_size)
+        self._server = ServerState(args, config, shlex.join([sys.executable, "-m", "sglane.launch_server", *sys.argv[1:]]))
+        self._signals = Signals()
+        self._client = EngineClient(zmq.Context.instance(), self._endpoints)
+        self._family = Family([])
+        log_level = "info" if args.log_level == "debug" else args.log_level
+        self._http = HttpServer(uvicorn.Config(
+            make_app(self._server), log_config=None, log_level=log_level, http="httptools", ws="none", lifespan="off", timeout_keep_alive=60,
+            timeout_graceful_shutdown=FAREWELL_S,
+        ))
+
+    async def run(self) -> int:
+        self._family = Family.start(self._args, self._endpoints)
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        code = 1
+        try:
+            await self._start()
+            await self._watch_until_stop()
+            code = await self._drain()
+        except StopRequested:
+            code = 0 if self._signals.count == 1 else 128 + self._signals.last
+            self._end("the server was stopped")
+        except (EngineDied, TokenizerError, WarmupFailed) as error:
+            logger.error("the server ends: %s", error)
+            self._end(f"the engine has failed: {error}")
+        finally:
+            self._http.end()
+            await serving
+            self._family.kill()
+            self._client.close()
+        return code
+
+    def _end(self, why: str) -> None:
+        """Everybody who waits is told; from now on everything is a 503."""
+        self._server.stop(why)
+        self._client.fail_all(why)
+
+    # --- start -------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        loading = asyncio.create_task(self._load_tokenizer())
+        try:
+            await self._watch_until(self._client.ready)
+            await self._watch_until(loading)
+        finally:
+            loading.cancel()
+        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result())
+        self._server.engine_ready(engine)
+        if not self._args.skip_server_warmup:
+            warming = asyncio.create_task(warm_up(self._listener.getsockname(), engine))
+            try:
+                await self._watch_until(warming)
+            finally:
+                warming.cancel()
+        self._server.warmed_up()
+        logger.info("Uvicorn running on http://%s:%d", self._args.host, self._args.port)
+        logger.info("The server is fired up and ready to roll!")
+
+    async def _load_tokenizer(self) -> TextTokenizer | None:
+        if self._args.skip_tokenizer_init:
+            return None
+        return await asyncio.to_thread(TextTokenizer, self._server.tokenizer_path, self._args.chat_template)
+
+    # --- watching ----------------------------------------------------------------------------------------------------
+
+    async def _watch_until(self, future: "asyncio.Future[object]") -> None:
+        """Wait for `future`, but not longer than all children live and nobody asks to stop. Raises what the future raises."""
+        while not future.done():
+            await self._tick()
+            await asyncio.wait([future], timeout=TICK_S)
+        future.result()
+
+    async def _watch_until_stop(self) -> None:
+        """Returns on the first signal; raises EngineDied when the engine fails."""
+        while not self._signals.count:
+            await self._check_engine()
+            await asyncio.sleep(TICK_S)
+
+    async def _tick(self) -> None:
+        if self._signals.count:
+            raise StopRequested
+        await self._check_engine()
+
+    async def _check_engine(self) -> None:
+        """Raises EngineDied for a dead child, the planner's last words, or a planner that is silent for too long."""
+        self._client.receive()
+        dead = self._family.epitaphs()
+        if dead:
+            await asyncio.wait([self._client.fatal], timeout=LAST_WORDS_S)
+            dead = self._family.epitaphs()
+        if self._client.fatal.done():
+            raise EngineDied("; ".join([self._client.fatal.result(), *dead]))
+        if dead:
+            raise EngineDied("; ".join(dead))
+        silence_s = time.monotonic() - self._client.last_sign_s
+        if self._server.phase in (Phase.READY, Phase.DRAINING) and silence_s > self._args.watchdog_timeout_s:
+            raise EngineDied(f"the planner gave no sign of life for {silence_s:.0f} s")
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> int:
+        """Refuse new requests, let running ones finish, stop the children. Returns the exit code."""
+        self._server.drain()
+        deadline_s = time.monotonic() + self._args.shutdown_timeout_s
+        logger.info("draining: %d requests have up to %g s to finish", self._client.num_jobs, self._args.shutdown_timeout_s)
+        idle = asyncio.create_task(until_idle(self._client, deadline_s))
+        try:
+            while not idle.done():
+                if self._signals.count > 1:
+                    raise StopRequested
+                await self._check_engine()
+                await asyncio.wait([idle], timeout=TICK_S)
+        finally:
+            idle.cancel()
+        if not idle.result():
+            logger.warning("%d requests did not finish within %g s", self._client.num_jobs, self._args.shutdown_timeout_s)
+        self._client.shutdown(0.0)
+        child_deadline_s = time.monotonic() + CHILD_EXIT_S
+        while not self._family.all_ended() and time.monotonic() < child_deadline_s and self._signals.count < 2:
+            await asyncio.sleep(TICK_S)
+        if not self._family.all_ended():
+            logger.warning("not all processes ended when told to; they are killed")
+        self._client.receive()
+        self._end("the server is shutting down")
+        return 0
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """Run a server until it ends. Returns the process's exit code."""
+    args = parse_args(argv)
+    log.setup(args.log_level)
+    logger.info("server_args=%s", args)
+    try:
+        listener = bind_http(args.host, args.port)
+    except OSError as error:
+        logger.error("--host %s --port %d: cannot listen there: %s", args.host, args.port, error)
+        return 1
+    try:
+        config = load_model_config(args.model_path, args.context_length)
+    except ModelConfigError as error:
+        logger.error("%s", error)
+        listener.close()
+        return 1
+    folder = WorkFolder()
+
+    async def run() -> int:
+        return await Launcher(args, config, listener, folder).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run())
+    finally:
+        folder.remove()

@@ -1,0 +1,218 @@
+"""POST /generate: SGLang's native route."""
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import Request
+from fastapi.responses import Response
+
+from sglane.entrypoints.body import read_object
+from sglane.entrypoints.engine_client import Job
+from sglane.entrypoints.errors import bad_field
+from sglane.entrypoints.generation import Finish, Generation, LogprobWish, TokenLogprob
+from sglane.entrypoints.request_builder import Prompt, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
+from sglane.entrypoints.responses import EventStream, answer, due_generations, event
+from sglane.entrypoints.sampling import NATIVE, ModelFacts, Sampling, parse_sampling
+from sglane.entrypoints.server_state import Engine, ServerState
+from sglane.entrypoints.tokenizer import TextTokenizer
+from sglane.entrypoints.validation import Fields, check_integer, kind_of, per_item, token_ids
+
+DEFAULT_MAX_NEW_TOKENS = 128
+MAX_TOP_LOGPROBS = 1024
+REFUSED = (
+    "input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path", "lora_id", "session_params", "session_id",
+    "custom_logit_processor", "return_hidden_states", "return_routed_experts", "return_bytes", "return_entropy", "return_prompt_token_ids",
+    "require_reasoning", "max_thinking_tokens", "background",
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What stands in for the prompt: texts or lists of token ids, one or a batch."""
+
+    field: str  # text or input_ids
+    values: Sequence[Any]
+    is_batch: bool
+
+
+class NativeApi:
+    def __init__(self, server: ServerState):
+        self._server = server
+
+    async def generate(self, request: Request) -> Response:
+        """Text or token ids in, text and token ids out; one object, or a list for a batch or several choices."""
+        received_s = time.monotonic()
+        fields = Fields(await read_object(request))
+        engine = self._server.engine_for_requests()
+        fields.refuse(REFUSED)
+        refuse_disaggregation(fields)
+        inputs = read_inputs(fields)
+        samplings = read_samplings(fields, inputs, engine.facts, self._server.args.stream_interval)
+        wishes = read_wishes(fields, inputs, engine.facts)
+        for sampling, wish in zip(samplings, wishes):
+            if engine.tokenizer is None and (sampling.text.stops or wish.with_text):
+                need_tokenizer(None, "stop" if sampling.text.stops else "return_text_in_logprobs")
+        stream = fields.flag("stream")
+        job = engine.client.open_job(rids_of(fields, len(inputs.values), inputs.is_batch))
+        try:
+            await self._submit(engine, job, fields, inputs, (samplings, wishes), stream)
+        except BaseException:
+            job.close()
+            raise
+        writer = AnswerWriter(engine.tokenizer, received_s, is_list=inputs.is_batch or len(job.generations) > 1)
+        if stream:
+            return EventStream(job, lambda: writer.events(job))
+        return await answer(request, job, writer.whole)
+
+    async def _submit(self, engine: Engine, job: Job, fields: Fields, inputs: Inputs, parsed: tuple[list[Sampling], list[LogprobWish]],
+                      stream: bool) -> None:
+        namespaces = namespaces_of(fields, len(inputs.values), inputs.is_batch)
+        priority = priority_of(fields)
+        prompts = []
+        for name, value, sampling, wish, namespace in zip(job.names, inputs.values, *parsed, namespaces):
+            ids = await tokens_of(engine, inputs.field, value)
+            prompts.append(Prompt(name, ids, sampling, wish, namespace, priority, inputs.field))
+        engine.builder.submit(job, prompts, stream)
+
+
+def read_inputs(fields: Fields) -> Inputs:
+    """Exactly one of text and input_ids; either may be a batch."""
+    text, ids = fields.get("text"), fields.get("input_ids")
+    if (text is None) == (ids is None):
+        raise bad_field("text", "or input_ids is needed, not both" if text is not None else "or input_ids is needed")
+    if text is not None:
+        if isinstance(text, str):
+            return Inputs("text", [text], False)
+        if not isinstance(text, list) or not all(isinstance(item, str) for item in text):
+            raise bad_field("text", f"must be a string or an array of strings, not {kind_of(text)}")
+        return not_empty(Inputs("text", text, True))
+    if not isinstance(ids, list):
+        raise bad_field("input_ids", f"must be an array of token ids, not {kind_of(ids)}")
+    if ids and isinstance(ids[0], list):
+        return Inputs("input_ids", ids, True)
+    return not_empty(Inputs("input_ids", [ids] if ids else [], False))
+
+
+def not_empty(inputs: Inputs) -> Inputs:
+    if not inputs.values:
+        raise bad_field(inputs.field, "must not be empty")
+    return inputs
+
+
+async def tokens_of(engine: Engine, field: str, value: Any) -> npt.NDArray[np.int32]:
+    if isinstance(value, str):
+        if not value:
+            raise bad_field(field, "must not be empty")
+        return await need_tokenizer(engine.tokenizer, field).encode_prompt(value)
+    return token_ids(field, value, engine.facts.vocab_size)
+
+
+def read_samplings(fields: Fields, inputs: Inputs, facts: ModelFacts, stream_interval: int) -> list[Sampling]:
+    """One for each prompt; a shared object is read once."""
+    values = per_item("sampling_params", fields.get("sampling_params"), len(inputs.values), inputs.is_batch)
+    read: dict[int, Sampling] = {}
+    for value in values:
+        if value is not None and not isinstance(value, dict):
+            raise bad_field("sampling_params", f"must be an object, not {kind_of(value)}")
+        if id(value) not in read:
+            read[id(value)] = parse_sampling(Fields(value or {}), NATIVE, facts, DEFAULT_MAX_NEW_TOKENS, stream_interval)
+    return [read[id(value)] for value in values]
+
+
+def read_wishes(fields: Fields, inputs: Inputs, facts: ModelFacts) -> list[LogprobWish]:
+    """Log probability fields, one value for all prompts or a list with one for each."""
+    with_text = fields.flag("return_text_in_logprobs")
+
+    def each(name: str) -> Sequence[Any]:
+        return per_item(name, fields.get(name), len(inputs.values), inputs.is_batch)
+
+    asked = fields.get("token_ids_logprob")
+    is_nested = isinstance(asked, list) and bool(asked) and all(item is None or isinstance(item, list) for item in asked)
+    asked_ids = each("token_ids_logprob") if is_nested else [asked] * len(inputs.values)
+    wishes = []
+    for output, start, num_top, ids in zip(each("return_logprob"), each("logprob_start_len"), each("top_logprobs_num"), asked_ids):
+        wish = LogprobWish(
+            output=Fields({"return_logprob": output}).flag("return_logprob"),
+            start=check_integer("logprob_start_len", start, -1, -1, facts.max_request_tokens),
+            num_top=check_integer("top_logprobs_num", num_top, 0, 0, min(MAX_TOP_LOGPROBS, facts.vocab_size)),
+            asked_ids=Fields({"token_ids_logprob": ids}).token_list("token_ids_logprob", facts.vocab_size),
+            with_text=with_text,
+        )
+        wishes.append(wish if wish.output else LogprobWish())
+    return wishes
+
+
+class AnswerWriter:
+    """Bodies and events of the native route. `text` and `output_ids` of events are cumulative."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, received_s: float, is_list: bool):
+        self._tokenizer = tokenizer
+        self._received_s = received_s
+        self._is_list = is_list
+
+    def whole(self, generations: list[Generation]) -> Any:
+        bodies = [self.body(generation) for generation in generations]
+        return bodies if self._is_list else bodies[0]
+
+    async def events(self, job: Job) -> AsyncIterator[bytes]:
+        async for due, _ in due_generations(job):
+            for generation in due:
+                body = self.body(generation)
+                yield event({**body, "index": generation.index} if self._is_list else body)
+
+    def body(self, generation: Generation) -> dict[str, Any]:
+        """State of one generation so far."""
+        finish, counts = generation.finish, generation.counts
+        meta: dict[str, Any] = {
+            "id": generation.name,
+            "finish_reason": finish_reason(finish),
+            "prompt_tokens": generation.num_prompt_tokens,
+            "weight_version": "default",
+            "num_retractions": counts.retractions,
+            "total_retractions": counts.retractions,
+            "reasoning_tokens": 0,
+            "completion_tokens": generation.num_output_tokens,
+            "cached_tokens": counts.cached,
+            "cached_tokens_details": {"device": counts.cached_device, "host": counts.cached_host},
+        }
+        if finish is not None:
+            meta["e2e_latency"] = time.monotonic() - self._received_s
+        if generation.wish.output:
+            meta |= self._logprobs(generation)
+        body: dict[str, Any] = {"output_ids": generation.output_ids, "meta_info": meta}
+        return body if self._tokenizer is None else {"text": generation.text, **body}
+
+    def _logprobs(self, generation: Generation) -> dict[str, Any]:
+        wish = generation.wish
+        found: dict[str, Any] = {}
+        for side, entries in (("input", generation.input_logprobs), ("output", generation.output_logprobs)):
+            found[f"{side}_token_logprobs"] = [self._entry(entry.logprob, entry.token_id, wish) for entry in entries]
+            found[f"{side}_token_logprobs_length"] = len(entries)
+            if wish.num_top:
+                found[f"{side}_top_logprobs"] = [self._top(entry, wish) for entry in entries]
+            if wish.asked_ids:
+                found[f"{side}_token_ids_logprobs"] = [self._asked(entry, wish) for entry in entries]
+        return found
+
+    def _entry(self, logprob: float | None, token_id: int, wish: LogprobWish) -> tuple[float | None, int, str | None]:
+        text = self._tokenizer.token_text(token_id) if wish.with_text and self._tokenizer is not None else None
+        return logprob, token_id, text
+
+    def _top(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
+        return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in entry.top]
+
+    def _asked(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
+        return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in zip(entry.asked, wish.asked_ids)]
+
+
+def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": finish.length}
+    return {"type": "abort", "message": finish.message, "status_code": finish.status_code or None, "err_type": None}

@@ -1,0 +1,135 @@
+"""The children of a server: planner and executor ranks. Started, watched, and killed here; nothing of them outlives the launcher."""
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from sglane.plan.io_struct import Endpoints
+from sglane.server_args import ProcessSpec, ServerArgs
+
+logger = logging.getLogger(__name__)
+
+#: A unix socket's path holds 107 bytes; the longest file name below is shorter than the rest.
+MAX_FOLDER_CHARACTERS = 80
+BACKLOG = 2048
+
+
+@dataclass(frozen=True)
+class Child:
+    """One process with the name that messages use."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+
+    def epitaph(self) -> str | None:
+        """How it ended, None while it lives: `executor rank 1 was killed by SIGKILL`."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        if code >= 0:
+            return f"{self.name} ended with exit code {code}"
+        return f"{self.name} was killed by {signal.Signals(-code).name}"
+
+
+class Family:
+    """All children of one server."""
+
+    def __init__(self, children: Sequence[Child]):
+        self._children = children
+
+    @classmethod
+    def start(cls, args: ServerArgs, endpoints: Endpoints) -> Self:
+        """Executors first: they take longest. Call from the main thread: children die with the thread that started them."""
+        children: list[Child] = []
+        for rank in range(args.cp_size):
+            spec = ProcessSpec(server_args=args, endpoints=endpoints, rank=rank)
+            children.append(Child(f"executor rank {rank}", spawn("sglane.model_executor", spec)))
+        children.append(Child("planner", spawn("sglane.managers", ProcessSpec(server_args=args, endpoints=endpoints))))
+        return cls(children)
+
+    def epitaphs(self) -> list[str]:
+        """Of all children that have ended."""
+        return [text for child in self._children if (text := child.epitaph()) is not None]
+
+    def all_ended(self) -> bool:
+        return len(self.epitaphs()) == len(self._children)
+
+    def kill(self) -> None:
+        """SIGKILL to every child and everything they started, then wait for them."""
+        family: list[psutil.Process] = []
+        for child in self._children:
+            try:
+                process = psutil.Process(child.process.pid)
+                family += [process, *process.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for child in self._children:
+            child.process.wait()
+        psutil.wait_procs(family, timeout=5.0)
+
+
+def spawn(module: str, spec: ProcessSpec) -> subprocess.Popen[bytes]:
+    """`python -m module` in a session of its own, so that Ctrl-C in a terminal does not reach it; the spec on its standard input."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(spec.to_json())
+        process.stdin.close()
+    except BrokenPipeError:
+        logger.error("%s ended before it could be told what to do", module)
+    return process
+
+
+class WorkFolder:
+    """Temporary folder with the sockets' files and the rendezvous file of one server."""
+
+    def __init__(self) -> None:
+        default = tempfile.gettempdir()
+        parent = default if len(default) <= MAX_FOLDER_CHARACTERS - len("/sglane-12345678") else "/tmp"
+        self._path = Path(tempfile.mkdtemp(prefix="sglane-", dir=parent))
+
+    def endpoints(self, num_ranks: int) -> Endpoints:
+        def address(name: str) -> str:
+            return f"ipc://{self._path / name}"
+
+        return Endpoints(
+            to_planner=address("planner"),
+            to_front=address("front"),
+            to_executors=[address(f"rank{rank}") for rank in range(num_ranks)],
+            from_executors=address("results"),
+            rendezvous=f"file://{self._path / 'rendezvous'}",
+        )
+
+    def remove(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """The public socket, bound and listening. Raises OSError at once when the port is taken."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.set_inheritable(False)
+    return listener

@@ -1,0 +1,141 @@
+"""What all routes share: the phase of the server, and the parts of it that exist once the engine is ready."""
+import asyncio
+import dataclasses
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sglane.configs.model_config import ModelConfig
+from sglane.entrypoints.engine_client import EngineClient
+from sglane.entrypoints.errors import ApiError
+from sglane.entrypoints.request_builder import RequestBuilder
+from sglane.entrypoints.sampling import ModelFacts
+from sglane.entrypoints.tokenizer import TextTokenizer
+from sglane.plan.io_struct import PlannerReady
+from sglane.server_args import ServerArgs
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    WARMING_UP = "warming up"  # requests are taken, /health still says no
+    READY = "ready"
+    DRAINING = "shutting down"  # running requests may finish
+    STOPPED = "stopped"
+
+
+#: (phase, verb) -> next phase. A pair that is not listed is a bug and raises.
+TRANSITIONS = {
+    (Phase.STARTING, "engine_ready"): Phase.WARMING_UP,
+    (Phase.WARMING_UP, "warmed_up"): Phase.READY,
+    (Phase.READY, "drain"): Phase.DRAINING,
+    (Phase.STARTING, "stop"): Phase.STOPPED,
+    (Phase.WARMING_UP, "stop"): Phase.STOPPED,
+    (Phase.READY, "stop"): Phase.STOPPED,
+    (Phase.DRAINING, "stop"): Phase.STOPPED,
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The parts that exist once the engine is ready."""
+
+    client: EngineClient
+    tokenizer: TextTokenizer | None
+    facts: ModelFacts
+    info: PlannerReady
+    builder: RequestBuilder
+
+    @staticmethod
+    def assemble(client: EngineClient, tokenizer: TextTokenizer | None, config: ModelConfig, info: PlannerReady) -> "Engine":
+        eos = dict.fromkeys([*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())])
+        eos_token_ids = tuple(token for token in eos if 0 <= token < config.vocab_size)
+        facts = ModelFacts(config.vocab_size, eos_token_ids, info.context_length, info.max_request_tokens)
+        return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer))
+
+
+class ServerState:
+    """Phase and engine; changed by the launcher's verbs only."""
+
+    def __init__(self, args: ServerArgs, config: ModelConfig, launch_command: str):
+        self.args = args
+        self.config = config
+        self.launch_command = launch_command
+        self.phase = Phase.STARTING
+        self.started_at = time.time()  # seconds since 1970
+        self.startup_s = 0.0
+        self._engine: Engine | None = None
+        self._why = ""
+
+    # --- verbs of the launcher ---------------------------------------------------------------------------------------
+
+    def _fire(self, verb: str) -> None:
+        key = (self.phase, verb)
+        assert key in TRANSITIONS, f"server: '{verb}' in phase '{self.phase.value}'"
+        self.phase = TRANSITIONS[key]
+
+    def engine_ready(self, engine: Engine) -> None:
+        self._fire("engine_ready")
+        self._engine = engine
+
+    def warmed_up(self) -> None:
+        self._fire("warmed_up")
+        self.startup_s = time.time() - self.started_at
+
+    def drain(self) -> None:
+        self._fire("drain")
+
+    def stop(self, why: str) -> None:
+        self._fire("stop")
+        self._why = why
+
+    # --- for the routes ----------------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return self.args.served_model_name or self.config.source.path.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+
+    def engine(self) -> Engine:
+        """For questions about the engine; raises a 503 before it is ready and after it has ended."""
+        if self._engine is None or self.phase is Phase.STOPPED:
+            raise ApiError(503, self.why_not())
+        return self._engine
+
+    def engine_for_requests(self) -> Engine:
+        """For new work; raises a 503 also while the server drains."""
+        if self.phase not in (Phase.WARMING_UP, Phase.READY):
+            raise ApiError(503, self.why_not())
+        return self.engine()
+
+    def why_not(self) -> str:
+        return self._why or f"the server is {self.phase.value}"
+
+    def silence_s(self) -> float:
+        """Seconds since the planner's last sign of life."""
+        return time.monotonic() - self.engine().client.last_sign_s
+
+    def check_health(self) -> None:
+        """Raises a 503 unless the server is ready and the planner's loop turns. A busy engine is healthy."""
+        if self.phase is not Phase.READY:
+            raise ApiError(503, self.why_not())
+        silence_s = self.silence_s()
+        if silence_s > self.args.health_timeout_s:
+            raise ApiError(503, f"the engine gave no sign of life for {silence_s:.0f} s")
+
+    def flat_args(self) -> dict[str, Any]:
+        """All flags as they were resolved."""
+        return {**dataclasses.asdict(self.args), "model_path": self.config.source.path, "served_model_name": self.model_name,
+                "tokenizer_path": self.tokenizer_path}
+
+    @property
+    def tokenizer_path(self) -> str:
+        return self.args.tokenizer_path or self.config.source.path
+
+
+async def until_idle(client: EngineClient, deadline_s: float) -> bool:
+    """Wait until every HTTP request is answered; False when `deadline_s` (time.monotonic) passes first."""
+    while client.num_jobs:
+        if time.monotonic() >= deadline_s:
+            return False
+        await asyncio.sleep(0.02)
+    return True

@@ -1,0 +1,121 @@
+"""Text and chat messages -> token ids; token ids -> text. Work on long texts leaves the event loop's thread."""
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+
+from sglane.entrypoints.detokenizer import Detokenizer, Pieces
+from sglane.entrypoints.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+#: Shorter texts are tokenized at once: a thread costs more.
+INLINE_CHARACTERS = 2048
+NUM_THREADS = 2
+#: Prompt tokens that a detokenizer sees before the first output token.
+NUM_CONTEXT_TOKENS = 5
+#: What a chat template raises when messages don't suit it.
+TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
+
+
+class TokenizerError(ValueError):
+    """No usable tokenizer or chat template; the message says where it was looked for."""
+
+
+class TextTokenizer:
+    """One model's tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(self, path: str, chat_template: str | None):
+        """path: folder of a Hugging Face tokenizer, or a GGUF file. chat_template: file that replaces the tokenizer's own template."""
+        self._hf = load_hf_tokenizer(path)
+        self._backend = self._hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.path = path
+        self.pieces = Pieces(self._backend)
+        self.eos_token_ids = () if self._hf.eos_token_id is None else (int(self._hf.eos_token_id),)
+        self._template = self._hf.chat_template if chat_template is None else read_template(chat_template)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
+        """int32 [n]."""
+        return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+
+    async def encode_prompt(self, text: str) -> npt.NDArray[np.int32]:
+        """A plain prompt, with the begin token if the tokenizer adds one."""
+        return await self._run(len(text), lambda: self.encode(text, add_special_tokens=True))
+
+    async def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool,
+                          template_arguments: dict[str, Any]) -> npt.NDArray[np.int32]:
+        """Messages through the chat template. Raises a 400 if there is none or it refuses them."""
+        if self._template is None:
+            raise ApiError(400, "messages need a chat template, but this model has none: use /v1/completions, or --chat-template", "messages")
+
+        def work() -> npt.NDArray[np.int32]:
+            text = self.render(messages, add_generation_prompt, continue_final_message, template_arguments)
+            return self.encode(text, add_special_tokens=False)
+
+        return await self._run(sum(len(str(message.get("content"))) for message in messages), work)
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
+        try:
+            text = self._hf.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, **arguments,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise ApiError(400, f"messages: the chat template refuses them: {error}", "messages") from error
+        assert isinstance(text, str)
+        return text
+
+    async def _run(self, num_characters: int, work: Callable[[], npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+        if num_characters <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def detokenizer(self, skip_special_tokens: bool, prompt: npt.NDArray[np.int32]) -> Detokenizer:
+        return self.pieces.detokenizer(skip_special_tokens, prompt[-NUM_CONTEXT_TOKENS:].tolist())
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own; bytes that are no whole character are shown as replacement marks."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces.text_bytes(token_id)
+
+    def decode(self, token_ids: npt.NDArray[np.int32]) -> str:
+        """Text of a whole prompt, special tokens included."""
+        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def load_hf_tokenizer(path: str) -> Any:
+    """A fast tokenizer from a folder or a GGUF file. Never looks at the network."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import: not needed with --skip-tokenizer-init
+
+    file = Path(path)
+    try:
+        if file.is_file() and file.suffix == ".gguf":
+            tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TokenizerError(f"no tokenizer in {path}: {error}; give --tokenizer-path, or --skip-tokenizer-init to work with token ids") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise TokenizerError(f"the tokenizer in {path} is a {type(tokenizer).__name__}; only tokenizers with a tokenizer.json are supported")
+    return tokenizer
+
+
+def read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"--chat-template {path}: {error}") from error
