@@ -8,8 +8,8 @@ from pathlib import Path
 from kits.structure.source import REPO, SKIPPED_FOLDERS, Violation
 
 #: Hosts that may be named: this machine, the licence's home, documentation examples (RFC 2606).
-ALLOWED_HOSTS = re.compile(r"^(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\]|www\.apache\.org|([a-z0-9-]+\.)*example(\.(com|org|net))?)$")
-URL = re.compile(r"\b(?:https?|git|ssh|ftp)://([^\s/:\"'`)>{}]+)", re.IGNORECASE)
+ALLOWED_HOSTS = re.compile(r"^(localhost|127\.0\.0\.1|0\.0\.0\.0|www\.apache\.org|([a-z0-9-]+\.)*example(\.(com|org|net))?)$")
+URL = re.compile(r"\b(?:https?|git|ssh|ftp)://([a-z0-9][^\s/:\"'`)>{}]*)", re.IGNORECASE)
 #: Written in pieces, so that this file passes its own check.
 FORBIDDEN = tuple(re.compile(pattern, re.IGNORECASE) for pattern in (
     r"\bpy" r"pi\.org\b", r"python" r"hosted\.org", r"npm" r"js\.org",

@@ -213,7 +213,7 @@ def test_words_refuse(text):
 
 @pytest.mark.parametrize("text", [
     "curl http://127.0.0.1:30000/v1/models", "http://localhost:30000", "http://www.apache.org/licenses/", "a network / a working / rooted tree",
-    "https://api.example.com/v1", 'f"http://127.0.0.1:{port}"',
+    "https://api.example.com/v1", 'f"http://[{host}]:{port}"', 'f"http://127.0.0.1:{port}"',
 ])
 def test_words_allow(text):
     assert words.check_words({"README.md": text}) == []
