@@ -6,7 +6,10 @@ from hypothesis import strategies as st
 
 from kits.ledger_world import LedgerWorld
 
-OPS = ("match", "match", "cancel", "admit", "admit", "extend", "extend", "extend", "publish", "publish", "release", "issue", "issue", "retire", "retire", "flush")
+OPS = (
+    "match", "match", "cancel", "admit", "admit", "extend", "extend", "extend", "publish", "publish", "release",
+    "issue", "issue", "retire", "retire", "flush",
+)
 
 
 def run(world, ops):
@@ -106,7 +109,8 @@ def test_long_runs_meet_every_case(page_size, cp_size):
     world = LedgerWorld(page_size, cp_size, 2 + max(24 // (page_size * cp_size), 14 // cp_size), num_slots=5)
     names = [OPS[index] for index in rng.integers(0, len(OPS), 900)]
     run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"])
-    seen = {"hits": world.num_hits, "copies": world.num_copies, "waits": world.num_pending, "evictions": world.num_evicted, "moved rows": world.num_changes}
+    seen = {"hits": world.num_hits, "copies": world.num_copies, "waits": world.num_pending, "evictions": world.num_evicted,
+            "moved rows": world.num_changes}
     if page_size == 1:
         assert not seen.pop("copies")
     assert all(seen.values()), seen

@@ -55,7 +55,7 @@ def test_zigzag_gives_each_rank_an_early_and_a_late_block():
 
 def test_few_pages_go_to_the_least_loaded_lane():
     layout = PageLayout(4, 3)
-    assert prefill_owners(3, layout, np.array([8, 0, 4]), np.array([9, 9, 9])).tolist() == [1, 2, 1]  # lane 1 draws level, and lane 2 has more pages then
+    assert prefill_owners(3, layout, np.array([8, 0, 4]), np.array([9, 9, 9])).tolist() == [1, 2, 1]  # level, then lane 2 has more pages
     assert prefill_owners(2, layout, np.array([0, 0, 0]), np.array([5, 9, 9])).tolist() == [1, 2]
 
 

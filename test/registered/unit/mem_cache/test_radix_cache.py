@@ -62,7 +62,7 @@ KEYS = st.lists(st.integers(0, 1), max_size=14).map(key_of)
 
 
 @settings(max_examples=200)
-@given(page_size=st.sampled_from([1, 2, 4, 16]), keys=st.lists(st.tuples(st.sampled_from(["", "b"]), KEYS), max_size=12), queries=st.lists(KEYS, max_size=4))
+@given(st.sampled_from([1, 2, 4, 16]), st.lists(st.tuples(st.sampled_from(["", "b"]), KEYS), max_size=12), st.lists(KEYS, max_size=4))
 def test_hits_are_the_longest_common_prefix_with_all_sequences(page_size, keys, queries):
     world = TreeWorld(page_size)
     for namespace, key in keys:
