@@ -27,12 +27,16 @@ class DenseAttention:
 
     def run(self, model, tokens: Tensor) -> Tensor:
         """Feed tokens int64 [n] at the next positions; returns float32 logits [n, V]."""
+        with torch.inference_mode():
+            return model.logits(self.hidden(model, tokens))
+
+    def hidden(self, model, tokens: Tensor) -> Tensor:
+        """Feed tokens int64 [n] at the next positions; returns hidden [n, hidden] after the final norm."""
         self._positions = torch.arange(self._length, self._length + len(tokens))
         self._length += len(tokens)
         self.selections = []
         with torch.inference_mode():
-            hidden = model.forward(ForwardBatch(tokens, self._positions, self, self.hooks))
-            return model.logits(hidden)
+            return model.forward(ForwardBatch(tokens, self._positions, self, self.hooks))
 
     def gqa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         repeat = q.shape[1] // k.shape[1]
