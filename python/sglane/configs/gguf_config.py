@@ -5,7 +5,8 @@ from sglane.configs.gguf_file import ArrayLength, GGUFError, GGUFFile
 from sglane.configs.hf_config import served_length
 from sglane.configs.sizes import ModelConfig, ModelConfigError, ModelSource, RopeConfig
 
-#: general.file_type -> type to compute in; everything that is quantised is computed in float32: bfloat16 adds noise that small models notice (`--dtype bfloat16` is faster).
+#: general.file_type -> type to compute in. Everything that is quantised is computed in float32: bfloat16 is faster (`--dtype bfloat16`), but adds
+#: noise that changes the answers of small models.
 _FILE_TYPES = {0: "float32", 1: "float16"}
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 

@@ -101,7 +101,7 @@ def test_default_model_is_found():
     assert file.name == "SmolLM2-135M-Instruct.Q4_1.gguf" and file.is_file()
     config = load_model_config(None, None)
     assert (config.num_layers, config.num_heads, config.num_kv_heads, config.vocab_size) == (30, 9, 3, 49152)
-    assert (config.eos_token_ids, config.bos_token_id, config.context_length, config.dtype) == ((2,), 1, 8192, "bfloat16")
+    assert (config.eos_token_ids, config.bos_token_id, config.context_length, config.dtype) == ((2,), 1, 8192, "float32")
     assert config.rope.theta == 100000.0
 
 
