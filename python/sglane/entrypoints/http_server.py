@@ -10,6 +10,8 @@ import sglane
 from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
 from sglane.entrypoints.native_api import NativeApi
+from sglane.entrypoints.openai.chat import ChatApi
+from sglane.entrypoints.openai.completions import CompletionsApi
 from sglane.entrypoints.server_state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ def make_app(server: ServerState) -> FastAPI:
     get("/v1/models/{model:path}", admin.model)
     post("/abort_request", admin.abort_request)
     post("/generate", native.generate, "POST", "PUT")
+    post("/v1/completions", CompletionsApi(server).complete)
+    post("/v1/chat/completions", ChatApi(server).complete)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)

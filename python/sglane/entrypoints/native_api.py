@@ -158,10 +158,9 @@ class AnswerWriter:
         return bodies if self._is_list else bodies[0]
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
-        async for due, _ in due_generations(job):
-            for generation in due:
-                body = self.body(generation)
-                yield event({**body, "index": generation.index} if self._is_list else body)
+        async for due in due_generations(job):
+            bodies = [(generation.index, self.body(generation)) for generation in due]  # all at once: a generation may go on while we write
+            yield b"".join(event({**body, "index": index} if self._is_list else body) for index, body in bodies)
 
     def body(self, generation: Generation) -> dict[str, Any]:
         """State of one generation so far."""

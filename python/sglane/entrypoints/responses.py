@@ -1,7 +1,6 @@
 """HTTP responses that follow a job: one JSON body at its end, or server-sent events while it runs. A client that leaves ends the job."""
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,8 +12,6 @@ from starlette.types import Receive, Scope, Send
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response, stream_error_body
 from sglane.entrypoints.generation import Generation
-
-logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -89,10 +86,10 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def due_generations(job: Job) -> AsyncIterator[tuple[list[Generation], bool]]:
-    """Rounds of generations with something to send, by their stream interval; the flag says that all have ended.
+async def due_generations(job: Job) -> AsyncIterator[list[Generation]]:
+    """Rounds of generations with something to send, by their stream interval.
 
-    Raises ApiError when a generation was refused or failed.
+    A round must be turned into bytes before the next await: generations go on meanwhile. Raises ApiError when one was refused or failed.
     """
     sent: dict[int, int] = {}  # output tokens at the last round that a generation was part of
     num_running = len(job.generations)
@@ -111,10 +108,7 @@ async def due_generations(job: Job) -> AsyncIterator[tuple[list[Generation], boo
                 continue
             sent[generation.index] = num_tokens
             due.append(generation)
-        if due or not num_running:
-            yield due, num_running == 0 and failure is None
+        if due:
+            yield due
         if failure is not None:
             raise failure
-
-
-Handler = Callable[[Request], Awaitable[Response]]

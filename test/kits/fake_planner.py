@@ -1,0 +1,212 @@
+"""A planner without an engine: it speaks the front's protocol and echoes the prompt, so a test decides every output token.
+
+In a thread:     planner = FakePlanner(endpoints); planner.start(); ...; planner.stop()
+As a process:    python -m kits.fake_planner < ProcessSpec as JSON
+Output tokens are the prompt's, over and over, until a stop token or the limit. Special first tokens change the behaviour (see `FATES`).
+"""
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zmq
+
+from sglane.plan.io_struct import (
+    AbortRequest,
+    Endpoints,
+    Fatal,
+    FinishReason,
+    FinishRequest,
+    FlushCache,
+    GenerateRequest,
+    GetState,
+    Heartbeat,
+    LogprobChunk,
+    PlannerReady,
+    Reply,
+    RequestOutput,
+    Shutdown,
+    StepOutputs,
+    ToPlanner,
+)
+from sglane.server_args import ProcessSpec
+from sglane.utils.ipc import Receiver, Sender
+
+POLL_MS = 2
+HEARTBEAT_S = 0.2
+QUEUE_FULL, GIVE_UP = 7001, 7002
+#: First prompt token -> what happens to the request (or to the planner).
+FATES = {QUEUE_FULL: "refused: the queue is full", GIVE_UP: "the planner says that it cannot go on"}
+
+
+@dataclass
+class Running:
+    request: GenerateRequest
+    prompt: list[int]
+    num_sent: int = 0
+
+
+@dataclass
+class Behaviour:
+    """What a test may change while the planner runs."""
+
+    tokens_per_step: int = 1
+    step_s: float = 0.0
+    is_silent: bool = False
+    is_busy: bool = False  # flushes are refused
+    max_request_tokens: int = 512
+    context_length: int = 1024
+    received: list[Any] = field(default_factory=list)
+
+    def calm(self) -> None:
+        """The defaults again, but for the limits."""
+        self.tokens_per_step, self.step_s, self.is_silent, self.is_busy = 1, 0.0, False, False
+        self.received.clear()
+
+    def received_of(self, kind: type) -> list[Any]:
+        return [message for message in list(self.received) if isinstance(message, kind)]
+
+
+class FakePlanner:
+    """One loop in one thread."""
+
+    def __init__(self, endpoints: Endpoints, behaviour: Behaviour | None = None):
+        self.behaviour = behaviour or Behaviour()
+        self._endpoints = endpoints
+        self._running: dict[str, Running] = {}
+        self._stopped = threading.Event()
+        self._may_step = threading.Event()
+        self._may_step.set()
+        self._thread = threading.Thread(target=self.run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._may_step.set()
+        self._thread.join(5.0)
+
+    def hold(self) -> None:
+        """No output from now on; messages are still read."""
+        self._may_step.clear()
+
+    def go_on(self) -> None:
+        self._may_step.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # --- loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        context = zmq.Context()
+        receiver, sender = Receiver(context, self._endpoints.to_planner, ToPlanner), Sender(context, self._endpoints.to_front)
+        behaviour = self.behaviour
+        sender.send(PlannerReady(4096, behaviour.max_request_tokens, behaviour.context_length, 16, {"max_running_requests": 8}))
+        last_heartbeat_s = 0.0
+        while not self._stopped.is_set():
+            receiver.poll(POLL_MS)
+            for message in receiver.drain():
+                behaviour.received.append(message)
+                self._take(message, sender.send)
+            if time.monotonic() - last_heartbeat_s > HEARTBEAT_S and not behaviour.is_silent:
+                last_heartbeat_s = time.monotonic()
+                sender.send(Heartbeat(len(self._running), 0))
+            if self._may_step.is_set() and self._running:
+                sender.send(StepOutputs([self._step(running) for running in list(self._running.values())]))
+                time.sleep(behaviour.step_s)
+        receiver.close()
+        sender.close()
+        context.term()
+
+    def _take(self, message: Any, send: Callable[[Any], None]) -> None:
+        if isinstance(message, GenerateRequest):
+            self._admit(message, send)
+        elif isinstance(message, FinishRequest):
+            self._running.pop(message.rid, None)
+        elif isinstance(message, AbortRequest):
+            rids = list(self._running) if message.abort_all else [message.rid]
+            gone = [self._running.pop(rid) for rid in rids if rid in self._running]
+            send(StepOutputs([output(running, [], FinishReason("abort", message="aborted")) for running in gone]))
+        elif isinstance(message, FlushCache):
+            busy = self.behaviour.is_busy
+            send(Reply(message.request_id, not busy, {"message": "not idle: 1 requests run, 0 wait"} if busy else {}))
+        elif isinstance(message, GetState):
+            send(Reply(message.request_id, True, {"kv_ledger": {"cp_size": 1}, "last_gen_throughput": 0.0}))
+        elif isinstance(message, Shutdown):
+            gone = list(self._running.values())
+            self._running.clear()
+            send(StepOutputs([output(running, [], FinishReason("abort", message="the server is shutting down", status_code=503)) for running in gone]))
+            self._stopped.set()
+
+    def _admit(self, request: GenerateRequest, send: Callable[[Any], None]) -> None:
+        prompt = np.frombuffer(request.input_ids, np.int32).tolist()
+        running = Running(request, prompt)
+        if prompt[0] == QUEUE_FULL:
+            reason = FinishReason("abort", message="the queue is full (1 requests wait)", status_code=503)
+            send(StepOutputs([output(running, [], reason)]))
+        elif prompt[0] == GIVE_UP:
+            send(Fatal("rank 0: RuntimeError: a made-up reason"))
+        else:
+            self._running[request.rid] = running
+
+    def _step(self, running: Running) -> RequestOutput:
+        request, sampling = running.request, running.request.sampling
+        tokens: list[int] = []
+        finish = None
+        while finish is None and len(tokens) < self.behaviour.tokens_per_step:
+            token = running.prompt[(running.num_sent + len(tokens)) % len(running.prompt)]
+            tokens.append(token)
+            num_output = running.num_sent + len(tokens)
+            if token in sampling.stop_token_ids and num_output > sampling.min_new_tokens:
+                finish = FinishReason("stop", matched=token)
+            elif num_output >= sampling.max_new_tokens:
+                finish = FinishReason("length")
+        message = output(running, tokens, finish)
+        running.num_sent += len(tokens)
+        if finish is not None:
+            del self._running[request.rid]
+        return message
+
+
+def logprob_of(token: int) -> float:
+    """The made-up log probability of a token; exact in float32."""
+    return -(token % 8) / 4
+
+
+def output(running: Running, tokens: list[int], finish: FinishReason | None) -> RequestOutput:
+    request, num_prompt = running.request, len(running.prompt)
+    sampling = request.sampling
+    inputs, outputs = [], []
+    if request.logprob_start >= 0 and running.num_sent == 0 and tokens:
+        start = max(request.logprob_start, 1)
+        if start < num_prompt:
+            inputs.append(chunk(start, running.prompt[start:], sampling))
+    if sampling.logprobs and tokens:
+        outputs.append(chunk(num_prompt + running.num_sent, tokens, sampling))
+    return RequestOutput(request.rid, np.array(tokens, np.int32).tobytes(), num_prompt, running.num_sent + len(tokens), num_prompt // 2, num_prompt // 2, 0, 0,
+                         finish, inputs, outputs)
+
+
+def chunk(first_position: int, tokens: list[int], sampling: Any) -> LogprobChunk:
+    num_top, asked = sampling.num_top_logprobs, sampling.logprob_token_ids
+    top = [[token + rank for rank in range(num_top)] for token in tokens]
+    return LogprobChunk(
+        first_position, np.array(tokens, np.int32).tobytes(), np.array([logprob_of(token) for token in tokens], np.float32).tobytes(), num_top,
+        np.array(top, np.int32).tobytes(), np.array([[-float(rank) for rank in range(num_top)] for _ in tokens], np.float32).tobytes(),
+        np.array([[logprob_of(token) for token in asked] for _ in tokens], np.float32).tobytes(),
+    )
+
+
+def main() -> None:
+    spec = ProcessSpec.from_json(sys.stdin.buffer.read())
+    FakePlanner(spec.endpoints, Behaviour(step_s=0.02)).run()
+
+
+if __name__ == "__main__":
+    main()
