@@ -172,7 +172,7 @@ class Server:
         return self._process.pid
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """The launcher's living descendants whose command line contains `word`, for example `sglane.model_executor`."""
+        """The launcher's living descendants whose command line contains `word`, for example `sglane::executor`."""
         try:
             children = psutil.Process(self.pid).children(recursive=True)
             return [child for child in children if word in " ".join(child.cmdline())]

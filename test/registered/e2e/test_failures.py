@@ -12,7 +12,7 @@ from kits.server import Server
 SECONDS = 15.0
 
 
-@pytest.mark.parametrize("victim", ["sglane.model_executor", "sglane.managers"])
+@pytest.mark.parametrize("victim", ["sglane::executor", "sglane::planner"])
 def test_sigkill_of_a_child_mid_request(victim):
     with Server("--dtype", "float32") as server:
         results = []
