@@ -75,6 +75,7 @@ def build(family: str, out: Path, seed: int) -> dict[str, float]:
     if family in LATENT_FAMILIES:
         draft = DraftLayer(model).eval()
         randomise(draft, generator)
+    out.mkdir(parents=True, exist_ok=True)
     write_checkpoint(model, draft, out / family, family.startswith("deepseek"))
     return write_references(model, draft, out / family, seed)
 
@@ -205,15 +206,36 @@ def write_released(family: str, out: Path) -> None:
 
 
 @torch.no_grad()
-def make(family: str, out: Path, search: bool) -> int:
-    """All variants of a family with the first seed that is healthy in each; the known seed first. Returns the seed."""
-    variants = VARIANTS if family in LATENT_FAMILIES else ()
-    for seed in [*([] if search else [SEEDS[family]]), *range(MAX_SEEDS)]:
-        if healthy(build(family, out, seed)) and all(healthy(derive(family, variant, out, seed)) for variant in variants):
-            if family in LATENT_FAMILIES:
-                write_released(family, out)
+def make(name: str, out: Path, search: bool) -> int:
+    """One of CHECKPOINTS with the first seed that is healthy, the known one first. A variant needs no float32 sibling: it makes its own.
+
+    Returns the seed.
+    """
+    family = max((family for family in FAMILIES if name.startswith(family)), key=len)
+    for seed in [*([] if search else [SEEDS[name]]), *range(MAX_SEEDS)]:
+        if name == family:
+            margins = build(family, out, seed)
+        else:
+            build(family, out / name, seed)
+            margins = derive(family, name.removeprefix(f"{family}_"), out / name, seed)
+        if healthy(margins):
             return seed
-    raise SystemExit(f"{family}: no seed below {MAX_SEEDS} has healthy margins")
+    raise SystemExit(f"{name}: no seed below {MAX_SEEDS} has healthy margins")
+
+
+def make_family(family: str, out: Path, search: bool) -> dict[str, int]:
+    """All checkpoints of a family; returns their seeds."""
+    seeds = {family: make(family, out, search)}
+    if family in LATENT_FAMILIES:
+        write_released(family, out)
+        scratch = out / "scratch"
+        for variant in VARIANTS:
+            name = f"{family}_{variant}"
+            seeds[name] = make(name, scratch, search)
+            shutil.rmtree(out / name, ignore_errors=True)
+            (scratch / name / name).rename(out / name)
+        shutil.rmtree(scratch)
+    return seeds
 
 
 def main() -> None:
@@ -228,7 +250,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for family in arguments.family:
-        print(f"{family}: seed {make(family, arguments.out, arguments.search)}", flush=True)
+        print(make_family(family, arguments.out, arguments.search), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,12 @@ LATENT_FAMILIES = FAMILIES[:4]
 VARIANTS = ("bf16", "fp8")
 CHECKPOINTS = FAMILIES + tuple(f"{family}_{variant}" for family in LATENT_FAMILIES for variant in VARIANTS)
 RELEASED = tuple(f"{family}_released" for family in LATENT_FAMILIES)
-#: Seeds whose margins are healthy in all variants (see `healthy` in make_tiny); others are searched only if these fail.
-SEEDS = {"deepseek_v32": 74, "glm_moe_dsa": 1, "glm_moe_dsa_share": 36, "deepseek_v3": 4, "qwen3": 0, "llama": 0}
+#: Seeds whose margins are healthy (see `healthy` in make_tiny), by checkpoint; others are searched only if these fail.
+SEEDS = {
+    "deepseek_v32": 1, "deepseek_v32_bf16": 61, "deepseek_v32_fp8": 74, "glm_moe_dsa": 1, "glm_moe_dsa_bf16": 1, "glm_moe_dsa_fp8": 3,
+    "glm_moe_dsa_share": 6, "glm_moe_dsa_share_bf16": 36, "glm_moe_dsa_share_fp8": 36, "deepseek_v3": 1, "deepseek_v3_bf16": 1,
+    "deepseek_v3_fp8": 4, "qwen3": 0, "llama": 0,
+}
 
 _LATENT: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 192, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4,
