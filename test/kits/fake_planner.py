@@ -1,10 +1,8 @@
 """A planner without an engine: it speaks the front's protocol and echoes the prompt, so a test decides every output token.
 
-In a thread:     planner = FakePlanner(endpoints); planner.start(); ...; planner.stop()
-As a process:    python -m kits.fake_planner < ProcessSpec as JSON
+    planner = FakePlanner(endpoints); planner.start(); ...; planner.stop()
 Output tokens are the prompt's, over and over, until a stop token or the limit. Special first tokens change the behaviour (see `FATES`).
 """
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +30,6 @@ from sglane.plan.io_struct import (
     StepOutputs,
     ToPlanner,
 )
-from sglane.server_args import ProcessSpec
 from sglane.utils.ipc import Receiver, Sender
 
 POLL_MS = 2
@@ -141,7 +138,8 @@ class FakePlanner:
         elif isinstance(message, Shutdown):
             gone = list(self._running.values())
             self._running.clear()
-            send(StepOutputs([output(running, [], FinishReason("abort", message="the server is shutting down", status_code=503)) for running in gone]))
+            reason = FinishReason("abort", message="the server is shutting down", status_code=503)
+            send(StepOutputs([output(running, [], reason) for running in gone]))
             self._stopped.set()
 
     def _admit(self, request: GenerateRequest, send: Callable[[Any], None]) -> None:
@@ -189,8 +187,9 @@ def output(running: Running, tokens: list[int], finish: FinishReason | None) -> 
             inputs.append(chunk(start, running.prompt[start:], sampling))
     if sampling.logprobs and tokens:
         outputs.append(chunk(num_prompt + running.num_sent, tokens, sampling))
-    return RequestOutput(request.rid, np.array(tokens, np.int32).tobytes(), num_prompt, running.num_sent + len(tokens), num_prompt // 2, num_prompt // 2, 0, 0,
-                         finish, inputs, outputs)
+    cached = num_prompt // 2
+    return RequestOutput(request.rid, np.array(tokens, np.int32).tobytes(), num_prompt, running.num_sent + len(tokens), cached, cached, 0, 0, finish,
+                         inputs, outputs)
 
 
 def chunk(first_position: int, tokens: list[int], sampling: Any) -> LogprobChunk:
@@ -201,12 +200,3 @@ def chunk(first_position: int, tokens: list[int], sampling: Any) -> LogprobChunk
         np.array(top, np.int32).tobytes(), np.array([[-float(rank) for rank in range(num_top)] for _ in tokens], np.float32).tobytes(),
         np.array([[logprob_of(token) for token in asked] for _ in tokens], np.float32).tobytes(),
     )
-
-
-def main() -> None:
-    spec = ProcessSpec.from_json(sys.stdin.buffer.read())
-    FakePlanner(spec.endpoints, Behaviour(step_s=0.02)).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -30,11 +30,11 @@ def make_app(server: ServerState) -> FastAPI:
     app = FastAPI(title="sglane", version=sglane.__version__)
     admin, native = AdminApi(server), NativeApi(server)
 
-    def get(path: str, handler: Any, *methods: str) -> None:
-        app.add_api_route(path, handler, methods=list(methods) or ["GET"], response_model=None, responses={503: ERRORS[503]})
+    def get(path: str, handler: Any, method: str = "GET") -> None:
+        app.add_api_route(path, handler, methods=[method], response_model=None, responses={503: ERRORS[503]})
 
-    def post(path: str, handler: Any, *methods: str) -> None:
-        app.add_api_route(path, handler, methods=list(methods) or ["POST"], response_model=None, responses=ERRORS, openapi_extra=JSON_BODY)
+    def post(path: str, handler: Any, method: str = "POST") -> None:
+        app.add_api_route(path, handler, methods=[method], response_model=None, responses=ERRORS, openapi_extra=JSON_BODY)
 
     get("/ping", admin.ping)
     get("/health", admin.health)
@@ -45,11 +45,13 @@ def make_app(server: ServerState) -> FastAPI:
     get("/get_model_info", admin.model_info)
     get("/server_info", admin.server_info)
     get("/get_server_info", admin.server_info)
-    get("/flush_cache", admin.flush_cache, "GET", "POST")
+    get("/flush_cache", admin.flush_cache)
+    get("/flush_cache", admin.flush_cache, "POST")
     get("/v1/models", admin.models)
     get("/v1/models/{model:path}", admin.model)
     post("/abort_request", admin.abort_request)
-    post("/generate", native.generate, "POST", "PUT")
+    post("/generate", native.generate)
+    post("/generate", native.generate, "PUT")
     post("/v1/completions", CompletionsApi(server).complete)
     post("/v1/chat/completions", ChatApi(server).complete)
     app.add_exception_handler(ApiError, _on_api_error)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from sglane.entrypoints.detokenizer import BytesDetokenizer, Pieces, StopMatcher, WindowDetokenizer
+from sglane.entrypoints.detokenizer import BytesDetokenizer, Pieces, StopMatcher, WindowDetokenizer, byte_alphabet
 
 NOTHING = np.empty(0, np.int32)
 SAMPLES = [
@@ -21,10 +21,12 @@ SAMPLES = [
 ]
 
 
+CHARACTERS = {byte: character for character, byte in byte_alphabet().items()}
+
+
 def byte_token(tokenizer, byte):
-    """The id of the token that is this one byte."""
-    alphabet = {value: key for key, value in Pieces(tokenizer)._alphabet.items()}
-    return tokenizer.token_to_id(alphabet[byte])
+    """The id of the token that is this one byte; None if the vocabulary has none."""
+    return tokenizer.token_to_id(CHARACTERS[byte])
 
 
 def run(detokenizer, ids):

@@ -1,4 +1,5 @@
 """POST /generate over real HTTP; the planner behind it echoes the prompt."""
+import threading
 import time
 
 import numpy as np
@@ -103,7 +104,8 @@ def test_default_is_128_new_tokens(front):
 
 
 def test_no_new_tokens_computes_the_prompt_only(front):
-    answer = front.ask("/generate", {"input_ids": [504, 3575], "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}})
+    body = {"input_ids": [504, 3575], "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0}}
+    answer = front.ask("/generate", body)
     assert (answer["text"], answer["output_ids"], answer["meta_info"]["completion_tokens"]) == ("", [], 0)
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
     assert len(answer["meta_info"]["input_token_logprobs"]) == 2
@@ -163,7 +165,8 @@ def test_stream_interval(front):
 
 
 def test_namespaces_and_priority_reach_the_planner(front):
-    bodies = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}, {"cache_salt": None, "extra_key": None, "priority": 7}]
+    nulls = {"cache_salt": None, "extra_key": None, "priority": 7}
+    bodies = [{}, {"cache_salt": "a"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"}, nulls]
     for body in bodies:
         front.ask("/generate", {"input_ids": [504], "sampling_params": {"max_new_tokens": 1}, **body})
     requests = front.wait_received(GenerateRequest, 5)
@@ -211,10 +214,7 @@ def test_without_tokenizer(config):
 def test_fatal_reaches_the_front(config):
     with Front(config, None) as front:
         client = front.state.engine().client
-        front.on_loop(lambda: None)
         front.planner.hold()
-        import threading
-
         answers = []
         thread = threading.Thread(target=lambda: answers.append(front.post("/generate", {"input_ids": [GIVE_UP]})))
         thread.start()
