@@ -13,8 +13,8 @@ CHECKPOINTS = FAMILIES + tuple(f"{family}_{variant}" for family in LATENT_FAMILI
 RELEASED = tuple(f"{family}_released" for family in LATENT_FAMILIES)
 #: Seeds whose margins are healthy (see `healthy` in make_tiny), by checkpoint; others are searched only if these fail.
 SEEDS = {
-    "deepseek_v32": 1, "deepseek_v32_bf16": 61, "deepseek_v32_fp8": 74, "glm_moe_dsa": 1, "glm_moe_dsa_bf16": 1, "glm_moe_dsa_fp8": 3,
-    "glm_moe_dsa_share": 6, "glm_moe_dsa_share_bf16": 36, "glm_moe_dsa_share_fp8": 36, "deepseek_v3": 1, "deepseek_v3_bf16": 1,
+    "deepseek_v32": 1, "deepseek_v32_bf16": 61, "deepseek_v32_fp8": 74, "glm_moe_dsa": 5, "glm_moe_dsa_bf16": 8, "glm_moe_dsa_fp8": 5,
+    "glm_moe_dsa_share": 36, "glm_moe_dsa_share_bf16": 36, "glm_moe_dsa_share_fp8": 36, "deepseek_v3": 1, "deepseek_v3_bf16": 1,
     "deepseek_v3_fp8": 4, "qwen3": 0, "llama": 0,
 }
 
