@@ -8,12 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kits import oracle
 from kits.checkpoints import tiny
 from kits.dense_attention import DenseAttention
+from kits.fp8_blocks import dequantised, quantise
 from sglane.configs.model_config import load_model_config
+from sglane.layers.weights import dense
 from sglane.model_executor.loader import CheckpointError, CheckpointWeights, load_model, open_store
 from sglane.model_executor.loader_gguf import GGUFStore, halves_from_pairs
 from sglane.model_executor.loader_progress import LoadProgress
+from sglane.models.registry import model_class
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -140,6 +144,22 @@ def test_fused_expert_tensors(edited):
     assert load_model(config, CPU, torch.float32, False).weight_bytes == plain.weight_bytes
 
 
+def test_part_of_a_fused_fp8_tensor(edited):
+    """Blocks and scales of one expert out of all, in both forms."""
+    experts = [quantise(torch.randn(160, 192), powers_of_two=False) for _ in range(3)]
+
+    def add(tensors):
+        tensors["x"], tensors["x_scale_inv"] = (torch.stack(part) for part in zip(*experts))
+
+    config = load_model_config(str(edited("deepseek_v3", add)), None)
+    for keep in (True, False):
+        weights = CheckpointWeights(open_store(config), config, CPU, torch.float32, LoadProgress("", False), keep_fp8=keep)
+        for part, (data, scales) in enumerate(experts):
+            matrix = weights.matrix("x", (160, 192), part)
+            assert (matrix.scales is not None) == keep
+            assert torch.equal(dense(matrix, torch.float32), dequantised(data, scales))
+
+
 def test_too_few_fused_experts(edited):
     def fuse(tensors):
         p = "model.layers.1.mlp.experts."
@@ -165,7 +185,7 @@ def test_scale_forms(edited, form):
 
 
 def test_scale_of_a_wrong_type(edited):
-    name = "model.layers.0.self_attn.wrong".replace("wrong", "o_proj.weight_scale_inv")
+    name = "model.layers.0.self_attn.o_proj.weight_scale_inv"
     with pytest.raises(CheckpointError, match=f"{name}' is stored as torch.int32"):
         load(edited("deepseek_v3_fp8", lambda tensors: tensors.update({name: tensors[name].int()})))
 
@@ -178,8 +198,6 @@ def test_fp8_kept_in_memory(family):
     sizes = {}
     for keep in (True, False):
         weights = CheckpointWeights(open_store(config), config, CPU, torch.float32, LoadProgress("", False), keep_fp8=keep)
-        from sglane.models.registry import model_class
-
         model = model_class(config)(config, weights)
         weights.finish()
         sizes[keep] = model.weight_bytes
@@ -298,7 +316,5 @@ def write_gguf(path, config, tensors, extra=None):
 
 
 def rope_divisors(config):
-    from kits import oracle
-
     rope, dim = config["rope_parameters"], config["head_dim"]
     return (oracle.frequencies({"rope_theta": rope["rope_theta"]}, dim) / oracle.frequencies(config, dim)).numpy()
