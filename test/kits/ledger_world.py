@@ -131,8 +131,6 @@ class LedgerWorld:
             self.plan_entries.remove(request)
             self.plan_copies = [copy for copy in self.plan_copies if copy[0] is not request]
         key = request.tokens[: min(num_kept, request.num_known)]
-        if request.planned and request.last_step == 0:
-            key = key[:0]  # its tail copy never happened
         self.ledger.release(request.holding, key)
         self.inserted.append((request.namespace, key))
         self.running.remove(request)

@@ -129,7 +129,8 @@ class KVLedger:
         """The request has ended, and so has the last step that was issued with its slot. Its rows for `key` stay in the tree, the valid tail
         included; the rest, with an empty key everything private, is freed. Ends the leases and frees the slot."""
         holding.expect(ADMITTED)
-        if self.prefix_cache and len(key) > holding.num_tree_pages * self.layout.page_size:
+        was_issued = holding.source is None  # else not even the tail copy has been ordered: no private row is valid
+        if self.prefix_cache and was_issued and len(key) > holding.num_tree_pages * self.layout.page_size:
             self._insert(holding, key)
         self._free_slots.append(holding.slot)
         self._end(holding)
@@ -197,6 +198,8 @@ class KVLedger:
         """Walk, move the row to canonical pages, then free duplicates. Returns the canonical pages that replaced the row's."""
         page_size, first = self.layout.page_size, holding.num_tree_pages
         own = holding.private_pages
+        if holding.source is not None:
+            raise LedgerError(f"holding {holding.serial}: rows are published before the step with its tail copy is issued")
         if len(key) > len(holding.pages) * page_size:
             raise LedgerError(f"holding {holding.serial}: {len(key)} rows are published, but its {len(holding.pages)} pages cannot have them")
         insertion = self._tree.insert(holding.lease, key[first * page_size :], own)

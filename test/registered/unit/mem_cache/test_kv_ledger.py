@@ -234,6 +234,18 @@ def test_enough_pages_in_total_but_not_in_the_lane_of_the_copy():
     assert admission.num_cached_tokens == 4 and ledger.layout.lane(int(admission.pages[1])) != lane
 
 
+def test_a_request_that_ends_before_its_tail_copy_is_issued_leaves_no_tail():
+    ledger = ledger_of(12)
+    leave_cached(ledger, key_of(0, 6))
+    key = np.concatenate((key_of(0, 5), key_of(50, 60)))
+    holding, admission = admit(ledger, key)
+    with pytest.raises(LedgerError, match="tail copy"):
+        ledger.publish(holding, key)
+    ledger.release(holding, key[: admission.num_cached_tokens])
+    ledger.audit()
+    assert counts(ledger, "cached") == [2] and counts(ledger, "held") == [0]
+
+
 def test_namespaces_do_not_share():
     ledger = ledger_of(12)
     leave_cached(ledger, key_of(0, 8))

@@ -76,14 +76,14 @@ op_lists = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 2**32 - 1)), 
 geometries = st.tuples(st.sampled_from([1, 4, 16]), st.integers(1, 4))
 
 
-@settings(max_examples=200)
+@settings(max_examples=150)
 @given(geometries, st.integers(3, 8), op_lists)
 def test_small_pools(geometry, num_rows, ops):
     page_size, cp_size = geometry
     run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4), ops)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(geometries, op_lists)
 def test_large_pools_find_everything_that_was_inserted(geometry, ops):
     page_size, cp_size = geometry

@@ -174,3 +174,11 @@ def test_an_impossible_eviction_changes_nothing():
     assert world.tree.evictable_counts().sum() == 2 and world.tree.cached_counts().sum() == 4
     world.tree.unpin(hit.node)
     assert world.match(key_of(range(16))) == 16
+
+
+def test_inserting_what_is_there_counts_as_use():
+    world = TreeWorld(4, cp_size=1)
+    for start in (0, 100, 0):
+        world.insert(key_of(range(start, start + 8)))
+    world.tree.evict(np.array([2]))
+    assert [world.match(key_of(range(start, start + 8))) for start in (0, 100)] == [8, 0]
