@@ -44,7 +44,8 @@ def reference() -> dict[str, tuple[list[int], list[int]]]:
     for prompt in PROMPTS:
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
         with torch.inference_mode():
-            out = model.generate(ids, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=2)
+            mask = torch.ones_like(ids)  # else the pad token inside a prompt would be masked
+            out = model.generate(ids, attention_mask=mask, max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=2)
         answers[prompt] = (ids[0].tolist(), out[0, ids.shape[1] :].tolist())
     return answers
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kits.checkpoints import FAMILIES, tiny
+from kits.checkpoints import CHECKPOINTS, tiny
 from kits.real_engine import TinyModel, full_logprobs, reported_logprobs
 from sglane import environ
 
@@ -54,7 +54,7 @@ class SelectionLog:
 
 @pytest.mark.parametrize("chunk", [8, 64, WHOLE])
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHECKPOINTS)
 def test_logits_tokens_and_sets(family, page_size, chunk):
     """All five prompts at once: chunks, decodes and prompts of different lengths share steps."""
     model, ref = load(family)
@@ -74,7 +74,7 @@ def test_logits_tokens_and_sets(family, page_size, chunk):
             tap.assert_equal(index, ref[f"topk.{n}"].numpy())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CHECKPOINTS)
 def test_every_hit_length(family):
     """A prefix of every length 0..n is in the tree; the hit is exact and the answer is the cold one."""
     model, ref = load(family)
