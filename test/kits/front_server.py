@@ -4,7 +4,7 @@
 
 `python -m kits.front_server FLAGS` is `python -m sglane.launch_server FLAGS` with the stand-ins. Environment:
 FRONT_SERVER_EXIT=3: the executor ends with exit code 3 at once. FRONT_SERVER_SLOW=60: the planner takes 60 s to start.
-FRONT_SERVER_DEAF=60: the executor takes 60 s to end.
+FRONT_SERVER_DEAF=60: the executor takes 60 s to end. FRONT_SERVER_STEP=0.05: seconds of a step.
 """
 import ctypes
 import os
@@ -49,7 +49,7 @@ def spawn_stand_in(module: str, spec: ProcessSpec) -> "subprocess.Popen[bytes]":
 
 def run_planner(spec: ProcessSpec) -> None:
     time.sleep(float(os.environ.get("FRONT_SERVER_SLOW", "0")))
-    FakePlanner(spec.endpoints, Behaviour(step_s=0.05)).run()
+    FakePlanner(spec.endpoints, Behaviour(step_s=float(os.environ.get("FRONT_SERVER_STEP", "0.05")))).run()
     context = zmq.Context()
     for address in spec.endpoints.to_executors:
         sender = Sender(context, address)

@@ -36,6 +36,10 @@ def make_app(server: ServerState) -> FastAPI:
     def post(path: str, handler: Any, method: str = "POST") -> None:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses=ERRORS, openapi_extra=JSON_BODY)
 
+    post("/generate", native.generate)  # routes are tried in this order: busy ones first
+    post("/v1/completions", CompletionsApi(server).complete)
+    post("/v1/chat/completions", ChatApi(server).complete)
+    post("/generate", native.generate, "PUT")
     get("/ping", admin.ping)
     get("/health", admin.health)
     get("/v1/health", admin.health)
@@ -50,10 +54,6 @@ def make_app(server: ServerState) -> FastAPI:
     get("/v1/models", admin.models)
     get("/v1/models/{model:path}", admin.model)
     post("/abort_request", admin.abort_request)
-    post("/generate", native.generate)
-    post("/generate", native.generate, "PUT")
-    post("/v1/completions", CompletionsApi(server).complete)
-    post("/v1/chat/completions", ChatApi(server).complete)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -132,7 +132,7 @@ class Launcher:
             finally:
                 warming.cancel()
         self._server.warmed_up()
-        logger.info("Uvicorn running on http://%s:%d", self._args.host, self._args.port)
+        logger.info("Uvicorn running on http://%s:%d", self._args.host, self._listener.getsockname()[1])
         logger.info("The server is fired up and ready to roll!")
 
     async def _load_tokenizer(self) -> TextTokenizer | None:

@@ -1,5 +1,5 @@
 """Prompts and parameters of one HTTP request -> generations. The same for all routes."""
-import uuid
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,7 +89,7 @@ def rids_of(fields: Fields, num_prompts: int, is_batch: bool) -> list[str]:
     """The client's names for its prompts, or random ones."""
     rid = fields.get("rid")
     if rid is None:
-        return [uuid.uuid4().hex for _ in range(num_prompts)]
+        return [f"{random.getrandbits(128):032x}" for _ in range(num_prompts)]
     if is_batch and isinstance(rid, str):
         return [check_rid(f"{check_rid(rid)}_{index}") for index in range(num_prompts)]
     return [check_rid(item) for item in per_item("rid", rid, num_prompts, is_batch)]

@@ -93,9 +93,6 @@ class TextTokenizer:
         """Text of a whole prompt, special tokens included."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
 
 def load_hf_tokenizer(path: str) -> Any:
     """A fast tokenizer from a folder or a GGUF file. Never looks at the network."""

@@ -1,6 +1,6 @@
 """What the two OpenAI routes share: refused fields, usage, log probabilities, chunk heads."""
+import random
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +50,7 @@ class Head:
 
     @staticmethod
     def make(prefix: str, kind: str, fields: Fields, served_model_name: str) -> "Head":
-        return Head(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), fields.string("model") or served_model_name)
+        return Head(f"{prefix}-{random.getrandbits(128):032x}", kind, int(time.time()), fields.string("model") or served_model_name)
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices, **more}

@@ -18,7 +18,8 @@ from sglane.entrypoints.processes import Child, Family, WorkFolder, bind_http
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 1024, "rope_theta": 10000.0,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 1024, "rope_theta": 10000.0,
     "tie_word_embeddings": True, "eos_token_id": 2, "bos_token_id": 1, "torch_dtype": "float32",
 }
 BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
