@@ -187,16 +187,16 @@ class RadixCache:
                 break
             for child in children if len(children) <= _FEW_CHILDREN else ():
                 key = child.key
-                part = query[position : position + len(key)]
-                common = len(part)
-                if key.startswith(part) and (common % page_bytes == 0 or position + common == end):
-                    break  # not at a tail that the query goes beyond: a leased one may have a fuller sibling
+                stop = position + len(key)
+                if stop <= end and key.startswith(query[position:stop]) and not len(key) % page_bytes:
+                    node, position = child, stop
+                    break
             else:
                 child, common = node.best_child(query[position:], page_bytes)
-            if common < len(child.key) or common % page_bytes:
-                return _Walk(node, position, child if common else None, common)
-            node = child
-            position += common
+                if common < len(child.key) or common % page_bytes:
+                    return _Walk(node, position, child if common else None, common)
+                node = child
+                position += common
         return _Walk(node, position, None, 0)
 
     def _cut_inside(self, walk: _Walk) -> Node:
