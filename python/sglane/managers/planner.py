@@ -169,12 +169,16 @@ class Planner:
                 self._broadcast(plan)
                 self._reporter.step_issued()
                 plan = self.scheduler.next_plan()
-            outputs = self.scheduler.take_outputs()
-            if outputs:
-                self._send_front(StepOutputs(outputs))
+            self._send_outputs()
             self._answer_flushes()
             self._keep_time()
+        self._send_outputs()
         self._broadcast(Stop())
+
+    def _send_outputs(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        if outputs:
+            self._send_front(StepOutputs(outputs))
 
     def _receive(self) -> None:
         """Wait for a message or the next tick, then take all messages that are there."""

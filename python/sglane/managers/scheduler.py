@@ -10,7 +10,7 @@ from sglane.managers.admission import Reserve, WaitingQueue, chunk_rows, must_wa
 from sglane.managers.request import Phase, Request
 from sglane.managers.step_builder import Carry, Entry, StepBuilder
 from sglane.managers.step_results import MergedStep, ResultMerger
-from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.kv_ledger import Holding, KVLedger
 from sglane.mem_cache.page_layout import PageLayout, Shortfall
 from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
 from sglane.plan.step_plan import LogprobBlock, StepPlan, StepResult
@@ -75,6 +75,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # not finished
         self._running: dict[str, Request] = {}  # admitted and not leaving
         self._leaving: list[Request] = []  # out of the plans, residence kept until the last issued step retires
+        self._next_in: tuple[Request, Holding] | None = None  # matched; its pages wait for unretired steps
         self._merger = ResultMerger(num_ranks)
         self._issued: deque[IssuedStep] = deque()
         self._carry = Carry()
@@ -188,6 +189,8 @@ class Scheduler:
         request.finish_with(reason, num_kept_outputs)
         if was_waiting and request.residence is None:
             self._waiting.remove(request)
+            if self._next_in is not None and self._next_in[0] is request:
+                self._cancel_next_in()
         if not was_waiting:
             self._end_admitted(request)
         else:
@@ -278,6 +281,9 @@ class Scheduler:
                 return got
             if got.pending or self._leaving:
                 return None  # pages are on their way
+            if self._next_in is not None:
+                self._cancel_next_in()
+                continue
             youngest = self._by_seniority()[-1]
             if youngest is not request:
                 self._retract(youngest)
@@ -312,8 +318,7 @@ class Scheduler:
 
     def _admit(self, builder: StepBuilder, request: Request) -> bool:
         """Take in one request with its first chunk. False: it does not fit now."""
-        max_hit_tokens = request.max_hit_tokens() if self.limits.reuse_prefixes else 0
-        holding = self.ledger.match(request.key(), request.namespace, max_hit_tokens)
+        holding = self._matched(request)
         start, page_size = holding.num_cached_tokens, self._layout.page_size
         num_hit_pages = start // page_size
         needed = self._layout.num_pages(request.num_known_tokens + 1) - num_hit_pages
@@ -325,8 +330,11 @@ class Scheduler:
         end = start + chunk_rows(start, request.num_known_tokens - start, budget, page_size)
         admission = self.ledger.admit(holding, end, builder.lane_tokens)
         if isinstance(admission, Shortfall):
+            if admission.pending:
+                self._next_in = (request, holding)  # keeps the lease and what was evicted for it
+                return False
             self.ledger.cancel(holding)
-            if not admission.pending and not self._running and not self._leaving and not self._issued:
+            if not self._running and not self._leaving and not self._issued:
                 self._abort(request, FinishReason(kind="abort", message=OUT_OF_KV, status_code=503))
             return False
         self._waiting.remove(request)
@@ -336,6 +344,23 @@ class Scheduler:
         builder.start(request, admission, num_hit_pages)
         builder.extend(request, end - admission.num_cached_tokens, np.empty(0, np.int32))
         return True
+
+    def _matched(self, request: Request) -> Holding:
+        """The request's hit, leased: the one that waited for pages, or a new match."""
+        if self._next_in is not None:
+            waiting, holding = self._next_in
+            if waiting is request:
+                self._next_in = None
+                return holding
+            self._cancel_next_in()  # somebody with a better claim came in between
+        max_hit_tokens = request.max_hit_tokens() if self.limits.reuse_prefixes else 0
+        return self.ledger.match(request.key(), request.namespace, max_hit_tokens)
+
+    def _cancel_next_in(self) -> None:
+        assert self._next_in is not None
+        _, holding = self._next_in
+        self._next_in = None
+        self.ledger.cancel(holding)
 
     # --- state -------------------------------------------------------------------------------------------------------
 
