@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from kits.engine import Engine
+from kits.thread_ranks import ThreadGroup
 from sglane.configs.model_config import load_model_config
+from sglane.distributed.groups import Groups
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.model_executor.executor import Executor
 from sglane.model_executor.loader import load_model
@@ -24,6 +26,17 @@ class OneRank:
         return [self._executor.run(plan)]
 
 
+class ThreadRanks:
+    """Executors of all ranks, one thread each."""
+
+    def __init__(self, executors: list[Executor], attention: ThreadGroup):
+        self._executors = executors
+        self._group = attention
+
+    def run(self, plan: StepPlan) -> list[StepResult]:
+        return self._group.run(lambda rank: self._executors[rank].run(plan))
+
+
 class TinyModel:
     """A loaded checkpoint that many engines share."""
 
@@ -36,12 +49,25 @@ class TinyModel:
     def engine(self, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True, tap: Any = None,
                **limits: Any) -> Engine:
         """A fresh pool and slot table; `tap` sees the selected index sets."""
-        layout = PageLayout(page_size, 1)
-        args = ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size)
-        executor = Executor(self.config, self.weights, args, tap=tap)
-        num_rows = num_pages + 1
-        executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
-        return Engine(OneRank(executor), layout, num_rows, num_slots, chunk, overlap, **limits)
+        executor = Executor(self.config, self.weights, self._args(page_size), tap=tap)
+        executor.init_pool(PoolInit(num_pages + 1, num_slots, num_pages))
+        return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, **limits)
+
+    def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
+              **limits: Any) -> Engine:
+        """The same over `cp_size` lanes; num_pages counts all lanes."""
+        attention, step = ThreadGroup(cp_size), ThreadGroup(cp_size)
+        num_rows = num_pages // cp_size + 1
+        executors = []
+        for rank in range(cp_size):
+            groups = Groups(attention.exchange(rank), step.exchange(rank))
+            executor = Executor(self.config, self.weights, self._args(page_size, cp_size), rank, groups)
+            executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
+            executors.append(executor)
+        return Engine(ThreadRanks(executors, attention), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)
+
+    def _args(self, page_size: int, cp_size: int = 1) -> ServerArgs:
+        return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
 
 
 def full_logprobs(vocab_size: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A thousand mixed requests on a pool small enough to evict and retract: answers, books and canary must hold."""
 import asyncio
+import json
 import random
 
 import httpx
@@ -64,11 +65,16 @@ async def load(url: str, num_requests: int, seed: int) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family, num_requests", [("llama", NUM_REQUESTS), ("glm_moe_dsa", 200)])
-def test_soak(family, num_requests):
+@pytest.mark.parametrize("family, num_requests, slow_rank", [("llama", NUM_REQUESTS, None), ("glm_moe_dsa", 200, None), ("glm_moe_dsa", 100, 1)])
+def test_soak(family, num_requests, slow_rank):
+    """slow_rank: two ranks, and that one sleeps before every step exchange, so that the other runs ahead as far as it may."""
     flags = ["--model-path", str(tiny(family)), "--skip-tokenizer-init", "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "1024",
              "--max-running-requests", "16", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1"]
-    with Server(*flags, env={"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}) as server:
+    env = {"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}
+    if slow_rank is not None:
+        flags += ["--cp-size", "2", "--enable-cp-shared-kv"]
+        env["SGLANE_HOLD"] = json.dumps({"rank": slow_rank, "point": "exchange", "sleep_ms": 10})
+    with Server(*flags, env=env) as server:
         prompts = [[5, 9, 11], list(range(2, 70)), list(range(2, 100)), [7] * 33]
         canary = Canary.record(server, prompts)
         ends = asyncio.run(load(server.url, num_requests, seed=1))
