@@ -1,5 +1,5 @@
 """Who waits, in which order, and whether the next one may come in. Pure bookkeeping: nothing here touches pages."""
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from sglane.managers.request import Request
 from sglane.mem_cache.page_layout import PageLayout
@@ -78,14 +78,21 @@ class Reserve:
         return total
 
 
-def must_wait_for_prefix(candidate: Request, key: RadixKey, num_hit_tokens: int, running: Iterator[Request], page_size: int) -> bool:
-    """True while a running prefill will publish more whole pages of the candidate's prompt than the tree has now."""
-    hit_pages = num_hit_tokens // page_size
+def must_wait_for_prefix(
+    candidate: Request, key: RadixKey, num_hit_tokens: int, running: Iterable[Request], leaving: Iterable[Request], page_size: int
+) -> bool:
+    """True while somebody else is about to publish more of the candidate's prompt than the tree has now.
+
+    A running prefill will publish whole pages; a leaving request will publish its tail too, as soon as its last issued step has retired.
+    """
+    most = candidate.max_hit_tokens()
     for other in running:
-        if other.namespace != candidate.namespace or not other.has_unpublished_prompt():
-            continue
-        shared = min(common_prefix(key, other.key()), other.admitted().num_to_prefill, candidate.max_hit_tokens())
-        if shared // page_size > hit_pages:
+        if other.namespace == candidate.namespace and other.has_unpublished_prompt():
+            shared = min(common_prefix(key, other.key()), other.admitted().num_to_prefill, most)
+            if shared // page_size > num_hit_tokens // page_size:
+                return True
+    for other in leaving:
+        if other.namespace == candidate.namespace and min(common_prefix(key, other.key()), other.num_rows_to_publish(), most) > num_hit_tokens:
             return True
     return False
 

@@ -100,11 +100,16 @@ class Request:
 
     def publishable_key(self) -> RadixKey:
         """Key of the tokens whose value and KV row are both known, up to a stop string's cut."""
-        residence = self.admitted()
-        end = residence.num_rows_done
-        if self._num_kept_outputs is not None:
-            end = min(end, self.num_prompt_tokens + self._num_kept_outputs)
-        return token_key(self.tokens(0, end))
+        return token_key(self.tokens(0, self._cut(self.admitted().num_rows_done)))
+
+    def num_rows_to_publish(self) -> int:
+        """Rows that will be in the tree when a leaving request has left; every step counts that was issued."""
+        return self._cut(min(self.admitted().num_rows_issued, self._num_known))
+
+    def _cut(self, num_rows: int) -> int:
+        if self._num_kept_outputs is None:
+            return num_rows
+        return min(num_rows, self.num_prompt_tokens + self._num_kept_outputs)
 
     def admitted(self) -> Residence:
         assert self.residence is not None, f"request {self.rid} ({self.phase.value}) holds no slot"

@@ -304,7 +304,7 @@ class Scheduler:
             key = request.key()
             if self.limits.reuse_prefixes:
                 hit = self.ledger.hint(key, request.namespace)
-                if must_wait_for_prefix(request, key, hit, iter(self._running.values()), self._layout.page_size):
+                if must_wait_for_prefix(request, key, hit, self._running.values(), self._leaving, self._layout.page_size):
                     continue
             if not self._admit(builder, request):
                 return

@@ -58,6 +58,32 @@ def test_decode_output_is_reused_by_the_next_turn():
     assert engine.outputs["b"] == expected_output(second, 4)
 
 
+@pytest.mark.parametrize("length", [5, 8, 11, 30])
+def test_a_repetition_right_after_the_answer_hits_all_but_one_token(length):
+    """The last step of the first request is still under way when the second one arrives: the valid tail must not be missed."""
+    engine = fake_engine()
+    engine.add("a", prompt_of(3, length), 6)
+    while "a" not in engine.last or engine.last["a"].finish is None:
+        engine.turn()
+    engine.add("b", prompt_of(3, length), 6)
+    engine.run()
+    assert engine.last["b"].num_cached_tokens == length - 1
+    assert engine.outputs["b"] == engine.outputs["a"]
+
+
+def test_a_repetition_right_after_a_stop_hits_too():
+    prompt = prompt_of(6, 10)
+    stop = expected_output(prompt, 8)[3]
+    engine = fake_engine()
+    engine.add("a", prompt, 50, sampling={"stop_token_ids": [stop]})
+    while "a" not in engine.last or engine.last["a"].finish is None:
+        engine.turn()
+    assert not engine.scheduler.is_idle(), "nothing was under way: the case is not covered"
+    engine.add("b", prompt, 2)
+    engine.run()
+    assert engine.last["b"].num_cached_tokens == 9
+
+
 def test_retraction_does_not_change_answers():
     engine = fake_engine(num_pages=12, num_slots=6, conservativeness=0.0)
     for i in range(6):
