@@ -38,6 +38,22 @@ QUEUE_FULL, GIVE_UP = 7001, 7002
 #: First prompt token -> what happens to the request (or to the planner).
 FATES = {QUEUE_FULL: "refused: the queue is full", GIVE_UP: "the planner says that it cannot go on"}
 
+#: The answer to a question about the planner's state: two lanes, five requests so far.
+STATE: dict[str, Any] = {
+    "kv_ledger": {
+        "page_size": 16, "cp_size": 2,
+        "device": {"total": [128, 128], "free": [100, 90], "cached": [20, 30], "held": [7, 8], "tickets": [1, 0]},
+        "host": {"total": [0, 0], "free": [0, 0], "cached": [0, 0], "held": [0, 0], "tickets": [0, 0]},
+        "slots": {"total": 8, "free": 7}, "leases": 1, "requests": 1, "fallbacks": {"tail_copy_skipped": 2},
+    },
+    "last_gen_throughput": 0.0,
+    "memory_usage": {"weight_bytes": [10, 10], "kvcache_bytes": [5, 5], "token_capacity": 4096, "planes": []},
+    "effective_max_running_requests_per_dp": 8,
+    "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1, "num_retractions": 3},
+    "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 240, "max_total_num_tokens": 4096,
+    "token_usage": 0.25, "new_token_ratio": 0.5,
+}
+
 
 @dataclass
 class Running:
@@ -134,7 +150,7 @@ class FakePlanner:
             busy = self.behaviour.is_busy
             send(Reply(message.request_id, not busy, {"message": "not idle: 1 requests run, 0 wait"} if busy else {}))
         elif isinstance(message, GetState):
-            send(Reply(message.request_id, True, {"kv_ledger": {"cp_size": 1}, "last_gen_throughput": 0.0}))
+            send(Reply(message.request_id, True, {**STATE, "num_running_reqs": len(self._running)}))
         elif isinstance(message, Shutdown):
             gone = list(self._running.values())
             self._running.clear()

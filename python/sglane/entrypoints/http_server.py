@@ -9,10 +9,12 @@ from starlette.exceptions import HTTPException
 import sglane
 from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
+from sglane.entrypoints.load_api import LoadApi
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
 from sglane.entrypoints.server_state import ServerState
+from sglane.entrypoints.text_api import TextApi
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(server: ServerState) -> FastAPI:
     """All routes of one server."""
     app = FastAPI(title="sglane", version=sglane.__version__)
-    admin, native = AdminApi(server), NativeApi(server)
+    admin, native, text, load = AdminApi(server), NativeApi(server), TextApi(server), LoadApi(server)
 
     def get(path: str, handler: Any, method: str = "GET") -> None:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses={503: ERRORS[503]})
@@ -54,6 +56,11 @@ def make_app(server: ServerState) -> FastAPI:
     get("/v1/models", admin.models)
     get("/v1/models/{model:path}", admin.model)
     post("/abort_request", admin.abort_request)
+    for prefix in ("", "/v1"):
+        post(f"{prefix}/tokenize", text.tokenize)
+        post(f"{prefix}/detokenize", text.detokenize)
+    get("/v1/loads", load.loads)
+    get("/get_load", load.get_load)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)

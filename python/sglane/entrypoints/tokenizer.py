@@ -49,7 +49,11 @@ class TextTokenizer:
 
     async def encode_prompt(self, text: str) -> npt.NDArray[np.int32]:
         """A plain prompt, with the begin token if the tokenizer adds one."""
-        return await self._run(len(text), lambda: self.encode(text, add_special_tokens=True))
+        return await self.encode_text(text, True)
+
+    async def encode_text(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
+        """Any text, the empty one included."""
+        return await self._run(len(text), lambda: self.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool,
                           template_arguments: dict[str, Any]) -> npt.NDArray[np.int32]:
@@ -89,9 +93,9 @@ class TextTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces.text_bytes(token_id)
 
-    def decode(self, token_ids: npt.NDArray[np.int32]) -> str:
-        """Text of a whole prompt, special tokens included."""
-        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
+    def decode(self, token_ids: npt.NDArray[np.int32], *, skip_special_tokens: bool = False) -> str:
+        """Text of a whole prompt, by default with special tokens."""
+        return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=skip_special_tokens))
 
 
 def load_hf_tokenizer(path: str) -> Any:

@@ -5,6 +5,7 @@ import time
 import httpx
 import pytest
 
+from kits.fake_planner import STATE
 from kits.front import Front
 from kits.sse import collect_native
 from sglane.plan.io_struct import AbortRequest, FlushCache, GenerateRequest
@@ -134,7 +135,7 @@ def test_information(front, config):
     assert info["model_path"] == config.source.path and info["is_generation"] is True
     assert front.http.get("/get_model_info").json() == info
     server = front.http.get("/server_info").json()
-    assert server["internal_states"][0]["kv_ledger"] == {"cp_size": 1}
+    assert server["internal_states"][0]["kv_ledger"] == STATE["kv_ledger"]
     assert server["max_total_num_tokens"] == 4096 and server["page_size"] == 64 and server["version"]
     assert server["internal_states"][0]["page_size"] == 64 and server["launch_command"] == "a test"
     assert front.http.get("/openapi.json").status_code == 200
