@@ -178,6 +178,7 @@ class Planner:
     def _send_outputs(self) -> None:
         outputs = self.scheduler.take_outputs()
         if outputs:
+            self._reporter.outputs_taken(outputs)
             self._send_front(StepOutputs(outputs))
 
     def _receive(self) -> None:
@@ -203,6 +204,7 @@ class Planner:
 
     def _on_front(self, message: object) -> None:
         if isinstance(message, GenerateRequest):
+            self._reporter.request_arrived(message.rid)
             self.scheduler.add_request(message)
         elif isinstance(message, FinishRequest):
             self.scheduler.finish(message.rid, message.num_output_tokens)
@@ -258,6 +260,7 @@ class Planner:
             "memory_usage": self._memory,
             "effective_max_running_requests_per_dp": self.sizes.num_slots,
             "totals": asdict(self.scheduler.totals),
+            "queue_times": self._reporter.queue_times.report(),
             **self.scheduler.load(),
         }
 

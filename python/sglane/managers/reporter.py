@@ -2,7 +2,9 @@
 import logging
 import time
 
+from sglane.managers.queue_times import QueueTimes
 from sglane.managers.scheduler import Scheduler
+from sglane.plan.io_struct import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +21,22 @@ class Reporter:
         self._num_decode_steps = 0
         self._window_start_s = time.monotonic()
         self._window_tokens = 0
+        self.queue_times = QueueTimes()
         self.gen_throughput = 0.0  # output tokens per second; 0 when idle
+
+    def request_arrived(self, rid: str) -> None:
+        self.queue_times.arrived(rid, time.monotonic())
+
+    def outputs_taken(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finish is not None:
+                self.queue_times.ended(output.rid)
 
     def step_issued(self) -> None:
         step = self._scheduler.last_step
+        now_s = time.monotonic()
+        for rid in step.started_rids:
+            self.queue_times.admitted(rid, now_s)
         if step.num_extend_tokens:
             load = self._scheduler.load()
             logger.info(

@@ -59,6 +59,7 @@ class StepSummary:
     num_extend_tokens: int = 0
     num_cached_tokens: int = 0
     num_continues: int = 0
+    started_rids: tuple[str, ...] = ()
 
 
 class Scheduler:
@@ -250,7 +251,9 @@ class Scheduler:
         self._reserve.decay()
         self.totals.num_prompt_tokens += builder.num_extend_tokens
         self.totals.num_cached_tokens += builder.num_cached_tokens
-        self.last_step = StepSummary(builder.num_starts, builder.num_extend_tokens, builder.num_cached_tokens, builder.num_continues)
+        self.last_step = StepSummary(
+            builder.num_starts, builder.num_extend_tokens, builder.num_cached_tokens, builder.num_continues, tuple(builder.started_rids)
+        )
         return plan
 
     def _by_seniority(self) -> list[Request]:

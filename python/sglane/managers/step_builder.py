@@ -49,6 +49,7 @@ class StepBuilder:
         self.entries: list[Entry] = []
         self.num_extend_tokens = 0
         self.num_cached_tokens = 0
+        self.started_rids: list[str] = []
         self.lane_tokens = np.zeros(layout.cp_size, dtype=np.int64)
         self._layout = layout
         self._starts: list[SlotStart] = []
@@ -68,6 +69,7 @@ class StepBuilder:
 
     def start(self, request: Request, admission: Admission, num_hit_pages: int) -> None:
         """A request takes its slot. Its first extend follows."""
+        self.started_rids.append(request.rid)
         history = request.tokens(0, admission.num_cached_tokens).tobytes() if request.sampling.needs_history() else b""
         pages = admission.pages.astype(np.int32)
         self._starts.append(
