@@ -42,6 +42,7 @@ class ServerArgs:
     port: int = arg(DEFAULT_PORT, "port to listen on", "HTTP server")
     skip_server_warmup: bool = arg(False, "do not run a request before the ready line", "HTTP server")
     log_level: Literal["debug", "info", "warning", "error"] = arg("info", "level of the log", "HTTP server")
+    enable_metrics: bool = arg(False, "serve /metrics for Prometheus", "HTTP server")
     enable_cache_report: bool = arg(False, "report cached_tokens in OpenAI usage", "HTTP server")
     shutdown_timeout_s: float = arg(60.0, "seconds that running requests get to finish after SIGTERM", "HTTP server")
     health_timeout_s: float = arg(20.0, "seconds without a sign of life after which /health is 503", "HTTP server")

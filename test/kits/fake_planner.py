@@ -52,8 +52,8 @@ STATE: dict[str, Any] = {
     "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1,
                "num_retractions": 3},
     "queue_times": {"bounds_s": [0.01, 0.1], "counts": [3, 1, 1], "sum_s": 2.5},
-    "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 240, "max_total_num_tokens": 4096,
-    "token_usage": 0.25, "new_token_ratio": 0.5,
+    "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 512, "max_total_num_tokens": 4096,
+    "token_usage": 0.125, "new_token_ratio": 0.5,
 }
 
 
@@ -72,6 +72,7 @@ class Behaviour:
     step_s: float = 0.0
     is_silent: bool = False
     is_busy: bool = False  # flushes are refused
+    is_deaf: bool = False  # questions about its state are not answered
     max_request_tokens: int = 512
     context_length: int = 1024
     received: list[Any] = field(default_factory=list)
@@ -151,7 +152,7 @@ class FakePlanner:
         elif isinstance(message, FlushCache):
             busy = self.behaviour.is_busy
             send(Reply(message.request_id, not busy, {"message": "not idle: 1 requests run, 0 wait"} if busy else {}))
-        elif isinstance(message, GetState):
+        elif isinstance(message, GetState) and not self.behaviour.is_deaf:
             send(Reply(message.request_id, True, {**STATE, "num_running_reqs": len(self._running)}))
         elif isinstance(message, Shutdown):
             gone = list(self._running.values())

@@ -52,8 +52,8 @@ class Front:
 
     async def _serve(self) -> None:
         context = zmq.Context()
-        client = EngineClient(context, self._endpoints)
         self.state = ServerState(self.args, self._config, "a test")
+        client = EngineClient(context, self._endpoints, self.state.tracker)
         self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready))
         self.state.warmed_up()
         server = QuietServer(uvicorn.Config(make_app(self.state), log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2))

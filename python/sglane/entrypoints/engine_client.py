@@ -11,6 +11,7 @@ import zmq
 
 from sglane.entrypoints.errors import ApiError, ClientGone, bad_field
 from sglane.entrypoints.generation import Generation
+from sglane.observability.requests import RequestTracker
 from sglane.plan.io_struct import (
     AbortRequest,
     Endpoints,
@@ -54,7 +55,8 @@ class Claim:
 class Job:
     """All generations of one HTTP request. Its owner waits here for news; `close` ends whatever still runs."""
 
-    def __init__(self, client: "EngineClient", names: list[str]):
+    def __init__(self, client: "EngineClient", names: list[str], is_probe: bool):
+        self.is_probe = is_probe
         self._client = client
         self._changed: dict[int, Generation] = {}
         self._event = asyncio.Event()
@@ -62,6 +64,7 @@ class Job:
         self.names = names
         self.generations: list[Generation] = []
         self.wants_updates = False
+        self.received_s = time.monotonic()
 
     def submit(self, generations: list[Generation], wants_updates: bool) -> None:
         """Hand the generations to the planner. wants_updates: wake the owner for every output, not only for ends."""
@@ -113,9 +116,10 @@ def raise_failure(generations: list[Generation]) -> None:
 class EngineClient:
     """Owner of both sockets, of the claimed names and of the generations under way."""
 
-    def __init__(self, context: zmq.Context, endpoints: Endpoints):
+    def __init__(self, context: zmq.Context, endpoints: Endpoints, tracker: RequestTracker):
         self._sender = Sender(context, endpoints.to_planner)
         self._receiver = Receiver(context, endpoints.to_front, FromPlanner)
+        self._tracker = tracker
         self._loop = asyncio.get_running_loop()
         self._claims: dict[str, Claim] = {}
         self._running: dict[str, tuple[Generation, Job]] = {}  # by the planner's rid
@@ -158,6 +162,7 @@ class EngineClient:
             return  # cut, aborted or left; its last tokens were under way
         generation, job = entry
         cut = generation.absorb(output)
+        self._tracker.output(output, generation.num_output_tokens)
         if cut is not None:
             self._sender.send(FinishRequest(output.rid, cut))
         if generation.finish is not None:
@@ -166,6 +171,11 @@ class EngineClient:
 
     def _forget(self, rid: str) -> None:
         generation, _ = self._running.pop(rid)
+        finish = generation.finish
+        if finish is None:
+            self._tracker.ended(rid, "left", 0, "the client is gone", generation.text, generation.output_ids)
+        else:
+            self._tracker.ended(rid, finish.kind, finish.status_code, finish.message, generation.text, generation.output_ids)
         claim = self._claims[generation.name]
         claim.remove(rid)
         if not claim.running:
@@ -173,8 +183,8 @@ class EngineClient:
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
-    def open_job(self, names: list[str]) -> Job:
-        """Claim the rids of one HTTP request; a rid that is active is a 400."""
+    def open_job(self, names: list[str], *, is_probe: bool = False) -> Job:
+        """Claim the rids of one HTTP request; a rid that is active is a 400. A probe is neither counted nor logged."""
         claims = {name: Claim(name) for name in names}
         taken = self._claims.keys() & claims
         if taken:
@@ -182,7 +192,7 @@ class EngineClient:
         if len(claims) < len(names):
             raise bad_field("rid", "must be different for every prompt of a batch")
         self._claims.update(claims)
-        job = Job(self, names)
+        job = Job(self, names, is_probe)
         self._jobs.add(job)
         return job
 
@@ -195,6 +205,8 @@ class EngineClient:
             rid = generation.request.rid
             claim.add(rid)
             self._running[rid] = (generation, job)
+            if not job.is_probe:
+                self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s)
         for generation in generations:
             if self._claims[generation.name].aborted:
                 generation.fail(ABORTED, 0)

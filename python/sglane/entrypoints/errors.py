@@ -4,7 +4,8 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
-RETRY_AFTER_S = 1
+#: What goes with a status: when to come back, which kind of key.
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it only shows in the access log
 
 
@@ -28,6 +29,8 @@ def bad_field(name: str, what: str) -> ApiError:
 
 
 def error_type(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
     if status == 404:
         return "not_found_error"
     if status < 500:
@@ -48,5 +51,4 @@ def stream_error_body(error: ApiError) -> dict[str, Any]:
 
 
 def error_response(error: ApiError) -> Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else None
-    return Response(orjson.dumps(error_body(error)), error.status, headers, media_type="application/json")
+    return Response(orjson.dumps(error_body(error)), error.status, HEADERS.get(error.status), media_type="application/json")

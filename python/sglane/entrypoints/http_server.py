@@ -5,11 +5,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 import sglane
 from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
 from sglane.entrypoints.load_api import LoadApi
+from sglane.entrypoints.metrics_api import MetricsApi
+from sglane.entrypoints.middleware import HttpCount
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
@@ -38,6 +41,9 @@ def make_app(server: ServerState) -> FastAPI:
     def post(path: str, handler: Any, method: str = "POST") -> None:
         app.add_api_route(path, handler, methods=[method], response_model=None, responses=ERRORS, openapi_extra=JSON_BODY)
 
+    def head(path: str, handler: Any) -> None:
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+
     post("/generate", native.generate)  # routes are tried in this order: busy ones first
     post("/v1/completions", CompletionsApi(server).complete)
     post("/v1/chat/completions", ChatApi(server).complete)
@@ -61,6 +67,15 @@ def make_app(server: ServerState) -> FastAPI:
         post(f"{prefix}/detokenize", text.detokenize)
     get("/v1/loads", load.loads)
     get("/get_load", load.get_load)
+    head("/ping", admin.ping)
+    head("/health", admin.health)
+    head("/ready", admin.ready)
+    if server.metrics is not None:
+        scrape = MetricsApi(server, server.metrics).scrape
+        get("/metrics", scrape)
+        head("/metrics", scrape)
+        endpoints = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        app.add_middleware(HttpCount, metrics=server.metrics, endpoints=endpoints)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)

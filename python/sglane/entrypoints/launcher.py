@@ -80,7 +80,7 @@ class Launcher:
         self._endpoints = folder.endpoints(args.cp_size)
         self._server = ServerState(args, config, shlex.join([sys.executable, "-m", "sglane.launch_server", *sys.argv[1:]]))
         self._signals = Signals()
-        self._client = EngineClient(zmq.Context.instance(), self._endpoints)
+        self._client = EngineClient(zmq.Context.instance(), self._endpoints, self._server.tracker)
         self._family = Family([])
         log_level = "info" if args.log_level == "debug" else args.log_level
         self._http = HttpServer(uvicorn.Config(

@@ -12,6 +12,8 @@ from sglane.entrypoints.errors import ApiError
 from sglane.entrypoints.request_builder import RequestBuilder
 from sglane.entrypoints.sampling import ModelFacts
 from sglane.entrypoints.tokenizer import TextTokenizer
+from sglane.observability.metrics import Metrics
+from sglane.observability.requests import RequestSink, RequestTracker
 from sglane.plan.io_struct import PlannerReady
 from sglane.server_args import ServerArgs
 
@@ -64,6 +66,9 @@ class ServerState:
         self.phase = Phase.STARTING
         self.started_at = time.time()  # seconds since 1970
         self.startup_s = 0.0
+        self.metrics = Metrics(self.model_name) if args.enable_metrics else None
+        sinks: list[RequestSink] = [] if self.metrics is None else [self.metrics.requests]
+        self.tracker = RequestTracker(sinks)
         self._engine: Engine | None = None
         self._why = ""
 

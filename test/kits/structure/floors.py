@@ -1,7 +1,7 @@
 """Imports go down only, and the three towers never meet above `plan`.
 
     9            launch_server
-    3..7  front: entrypoints | planner: mem_cache < managers | executor: distributed < forward < layers < models < model_executor
+    3..7  front: observability < entrypoints | planner: mem_cache < managers | executor: distributed < forward < layers < models < model_executor
     2            server_args
     1            plan, configs
     0            utils, environ
@@ -19,13 +19,13 @@ FLOORS = {
     "environ": 0, "utils": 0,
     "plan": 1, "configs": 1,
     "server_args": 2,
-    "entrypoints": 3,
+    "observability": 3, "entrypoints": 4,
     "mem_cache": 3, "managers": 4,
     "distributed": 3, "forward": 4, "layers": 5, "models": 6, "model_executor": 7,
     "launch_server": 9,
 }
 TOWERS = {
-    "entrypoints": "front",
+    "observability": "front", "entrypoints": "front",
     "mem_cache": "planner", "managers": "planner",
     "distributed": "executor", "forward": "executor", "layers": "executor", "models": "executor", "model_executor": "executor",
 }

@@ -53,7 +53,7 @@ def test_loads(front):
     (load,) = body["loads"]
     assert body["num_accelerators"] == 1 and body["version"]
     assert load["num_running_reqs"] == 0 and load["num_waiting_reqs"] == 2
-    assert load["cache_hit_rate"] == 0.25 and load["num_total_tokens"] == 273
+    assert load["cache_hit_rate"] == 0.25 and load["num_total_tokens"] == 545
     assert "memory" not in load
     (load,) = front.http.get("/v1/loads?include=all").json()["loads"]
     assert load["memory"]["lanes"] == STATE["kv_ledger"]["device"]
@@ -75,4 +75,4 @@ def test_loads_refuses(front, query, field):
 
 
 def test_get_load(front):
-    assert front.http.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 273}]
+    assert front.http.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 2, "num_waiting_reqs": 2, "num_tokens": 545}]

@@ -1,0 +1,90 @@
+"""What stands in front of the routes: keys, and the count of HTTP requests. Plain ASGI, so that streams pass untouched."""
+import hmac
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglane.entrypoints.errors import ApiError, error_response
+from sglane.observability.metrics import Metrics
+
+#: Open to everybody: probes and scrapers have no key.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/metrics"})
+#: Verbs of an operator; with --admin-api-key they need that key.
+ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
+#: Routes whose last part is a name.
+MODEL_PREFIX = "/v1/models/"
+
+
+class KeyCheck:
+    """401 in the usual shape unless the request has the key that its route needs. An admin key opens everything."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None):
+        self._app = app
+        self._api_keys = [key for key in (api_key, admin_api_key) if key] if api_key else []
+        self._admin_keys = [admin_api_key] if admin_api_key else self._api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._may_pass(scope):
+            await error_response(ApiError(401, "the request needs a valid key: Authorization: Bearer KEY"))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        path = scope["path"]
+        keys = self._admin_keys if path in ADMIN_PATHS else self._api_keys
+        if not keys or path in OPEN_PATHS:
+            return True
+        given = bearer_of(scope["headers"])
+        return given is not None and any(hmac.compare_digest(given, key.encode()) for key in keys)
+
+
+def bearer_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key of an Authorization header."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            return key.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+class HttpCount:
+    """Counts requests by route. Paths that are no route are one endpoint, so that nobody can make up names."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: frozenset[str]):
+        """endpoints: paths of all routes."""
+        self._app = app
+        self._metrics = metrics
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        endpoint, method = self._endpoint(scope["path"]), known_method(scope["method"])
+        has_answered = False
+
+        async def counting_send(message: Message) -> None:
+            nonlocal has_answered
+            if message["type"] == "http.response.start":
+                has_answered = True
+                self._metrics.http_answered(endpoint, method, message["status"])
+            await send(message)
+
+        self._metrics.http_received(endpoint, method)
+        try:
+            await self._app(scope, receive, counting_send)
+        except Exception:
+            if not has_answered:
+                self._metrics.http_answered(endpoint, method, 500)
+            raise
+        finally:
+            self._metrics.http_done(endpoint, method)
+
+    def _endpoint(self, path: str) -> str:
+        if path in self._endpoints:
+            return path
+        return MODEL_PREFIX + "{model}" if path.startswith(MODEL_PREFIX) else "other"
+
+
+def known_method(method: str) -> str:
+    return method if method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS") else "other"

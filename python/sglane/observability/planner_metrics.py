@@ -1,0 +1,95 @@
+"""The planner's state at the time of a scrape as metric families. Totals are monotonic counters; gauges are what they are now."""
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+#: name -> (key of the state, text).
+GAUGES = {
+    "num_running_reqs": ("num_running_reqs", "Requests that run"),
+    "num_queue_reqs": ("num_waiting_reqs", "Requests that wait"),
+    "num_waiting_uncached_tokens": ("num_waiting_uncached_tokens", "Prompt tokens of the requests that wait"),
+    "num_used_tokens": ("num_used_tokens", "KV tokens (whole pages) that are neither free nor evictable"),
+    "max_total_num_tokens": ("max_total_num_tokens", "KV tokens that the pool holds, over all lanes"),
+    "token_usage": ("token_usage", "num_used_tokens / max_total_num_tokens"),
+    "full_token_usage": ("token_usage", "As token_usage"),
+    "new_token_ratio": ("new_token_ratio", "Share of the output limits that admission keeps in reserve"),
+    "gen_throughput": ("last_gen_throughput", "Output tokens per second over the last 2 seconds; 0 when idle"),
+    "max_running_requests": ("effective_max_running_requests_per_dp", "Requests that may run at once"),
+}
+#: name -> (key of the totals, text).
+COUNTERS = {
+    "num_retractions_total": ("num_retractions", "Requests that had to give their pages back and were computed again"),
+    "prefill_computed_tokens_total": ("num_prompt_tokens", "Tokens fed by prefill steps, those after a retraction included"),
+    "prefill_cached_tokens_total": ("num_cached_tokens", "Tokens taken from the prefix cache at admission, those after a retraction included"),
+}
+#: Classes of pages in one lane; they add up to `total`.
+LANE_CLASSES = {
+    "total": "Pages of a lane", "free": "Pages nobody uses", "cached": "Pages of the prefix cache (leased ones included)",
+    "held": "Private pages of requests", "tickets": "Pages that become free when the steps under way have ended",
+}
+
+
+class PlannerCollector(Collector):
+    """Shows the state it was given last; nothing before the first, and nothing while the planner does not answer."""
+
+    def __init__(self, labels: dict[str, str]):
+        self._labels = labels
+        self._state: Mapping[str, Any] | None = None
+
+    def show(self, state: Mapping[str, Any] | None) -> None:
+        """state: the planner's answer to GetState; None: there is none."""
+        self._state = state
+
+    def describe(self) -> list[Metric]:
+        return []  # the registry need not ask for a state to learn the names
+
+    def collect(self) -> Iterator[Metric]:
+        if self._state is None:
+            return
+        state, names, values = self._state, list(self._labels), list(self._labels.values())
+        kv_ledger, totals = state["kv_ledger"], state["totals"]
+        lanes, page_size = kv_ledger["device"], kv_ledger["page_size"]
+        figures = {name: (text, state[key]) for name, (key, text) in GAUGES.items()}
+        num_read = totals["num_prompt_tokens"] + totals["num_cached_tokens"]
+        figures["cache_hit_rate"] = ("Cached share of all tokens that prefill has asked for since the start",
+                                     totals["num_cached_tokens"] / num_read if num_read else 0.0)
+        num_free, num_used = sum(lanes["free"]) * page_size, state["num_used_tokens"]
+        figures["kv_available_tokens"] = ("KV tokens in free pages", num_free)
+        figures["kv_used_tokens"] = ("As num_used_tokens", num_used)
+        num_evictable = state["max_total_num_tokens"] - num_free - num_used
+        figures["kv_evictable_tokens"] = ("KV tokens in cached pages that nobody leases", num_evictable)
+        figures["utilization"] = ("Share of the request slots in use", state["num_running_reqs"] / state["effective_max_running_requests_per_dp"])
+        for name, (text, value) in figures.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, (key, text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"sglang:{name}", text, labels=names)
+            counter.add_metric(values, totals[key])
+            yield counter
+        yield from self._lane_gauges(lanes, names, values)
+        yield self._fallbacks(kv_ledger["fallbacks"], names, values)
+        yield self._queue_times(state["queue_times"], names, values)
+
+    def _lane_gauges(self, lanes: Mapping[str, list[int]], names: list[str], values: list[str]) -> Iterator[Metric]:
+        for kind, text in LANE_CLASSES.items():
+            gauge = GaugeMetricFamily(f"sglang:cp_lane_{kind}_pages", text, labels=[*names, "cp_lane"])
+            for lane, num_pages in enumerate(lanes[kind]):
+                gauge.add_metric([*values, str(lane)], num_pages)
+            yield gauge
+
+    def _fallbacks(self, counts: Mapping[str, int], names: list[str], values: list[str]) -> Metric:
+        counter = CounterMetricFamily("sglang:fallbacks_total", "Times that a declared slower path was taken", labels=[*names, "fallback"])
+        for name, count in counts.items():
+            counter.add_metric([*values, name], count)
+        return counter
+
+    def _queue_times(self, times: Mapping[str, Any], names: list[str], values: list[str]) -> Metric:
+        family = HistogramMetricFamily("sglang:queue_time_seconds", "Arrival at the planner to admission", labels=names)
+        bounds = [*(repr(float(bound)) for bound in times["bounds_s"]), "+Inf"]
+        family.add_metric(values, list(zip(bounds, accumulate(times["counts"]))), times["sum_s"])
+        return family

@@ -1,0 +1,93 @@
+"""What the front sees of each request, as it happens: one record per generation, handed to the sinks (metrics, request log)."""
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from sglane.plan.io_struct import GenerateRequest, RequestOutput
+
+
+@dataclass(slots=True)
+class Record:
+    """One generation under way. Times by time.monotonic(). Written by `RequestTracker` only."""
+
+    request: GenerateRequest
+    name: str  # the client's rid
+    streams: bool
+    received_s: float
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_output_tokens: int = 0
+    num_cached_device: int = 0
+    num_cached_host: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.input_ids) // 4
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a generation ended. reason: stop, length, abort (by request, refused or failed), left (the client is gone)."""
+
+    reason: str
+    status_code: int  # 0: no error
+    message: str
+    text: str
+    output_ids: Sequence[int]
+    e2e_s: float
+
+
+class RequestSink(Protocol):
+    """Something that takes notes."""
+
+    def started(self, record: Record) -> None:
+        """It is on its way to the planner."""
+
+    def tokens(self, record: Record, num_new: int, interval_s: float | None) -> None:
+        """New output tokens; interval_s since the last ones, None for the first. The record is up to date."""
+
+    def ended(self, record: Record, ending: Ending) -> None:
+        """Nothing more will come."""
+
+
+class RequestTracker:
+    """Keeps the records; without sinks it does nothing."""
+
+    def __init__(self, sinks: Sequence[RequestSink] = ()):
+        self._sinks = sinks
+        self._records: dict[str, Record] = {}  # by the planner's rid
+
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
+
+    def started(self, request: GenerateRequest, name: str, streams: bool, received_s: float) -> None:
+        if not self._sinks:
+            return
+        record = self._records[request.rid] = Record(request, name, streams, received_s)
+        for sink in self._sinks:
+            sink.started(record)
+
+    def output(self, output: RequestOutput, num_kept: int) -> None:
+        """A step's output. num_kept: output tokens that the answer has now (a stop string may have cut some)."""
+        record = self._records.get(output.rid)
+        if record is None or not output.token_ids:
+            return
+        now_s = time.monotonic()
+        interval_s = None if record.last_token_s is None else now_s - record.last_token_s
+        num_new = num_kept - record.num_output_tokens
+        if record.first_token_s is None:
+            record.first_token_s = now_s
+            record.num_cached_device, record.num_cached_host = output.num_cached_device, output.num_cached_host
+        record.last_token_s = now_s
+        record.num_output_tokens = num_kept
+        for sink in self._sinks:
+            sink.tokens(record, num_new, interval_s)
+
+    def ended(self, rid: str, reason: str, status_code: int = 0, message: str = "", text: str = "", output_ids: Sequence[int] = ()) -> None:
+        record = self._records.pop(rid, None)
+        if record is not None:
+            ending = Ending(reason, status_code, message, text, output_ids, time.monotonic() - record.received_s)
+            for sink in self._sinks:
+                sink.ended(record, ending)
