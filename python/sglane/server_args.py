@@ -5,13 +5,14 @@
 import argparse
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from sglane.plan.io_struct import Endpoints
+from sglane.utils.config_file import ConfigFileError, read_config_file
 
 DEFAULT_PORT = 30000
 
@@ -20,14 +21,16 @@ class ConfigError(ValueError):
     """A flag or a combination of flags is refused; the message names the flag and the reason."""
 
 
-def arg(default: Any, help: str, group: str, *aliases: str, choices: Sequence[Any] | None = None) -> Any:
-    """One field: its default, its help text, the group it is listed under, other flag spellings."""
-    return field(default=default, metadata={"help": help, "group": group, "aliases": aliases, "choices": choices})
+def arg(default: Any, help: str, group: str, *aliases: str, choices: Sequence[Any] | None = None, secret: bool = False) -> Any:
+    """One field: its default, its help text, the group it is listed under, other flag spellings. A secret is never printed."""
+    return field(default=default, repr=not secret, metadata={"help": help, "group": group, "aliases": aliases, "choices": choices})
 
 
 @dataclass(frozen=True)
 class ServerArgs:
     """All flags. Sizes in tokens unless the name says otherwise; None means: derived in `resolve()` or by the engine."""
+
+    config: str | None = arg(None, "YAML file with flags, one `name: value` a line; the command line goes before it", "Configuration")
 
     model_path: str | None = arg(None, "Hugging Face folder or GGUF file; default: the embedded SmolLM2-135M-Instruct", "Model", "--model")
     tokenizer_path: str | None = arg(None, "tokenizer folder; default: the model's", "Model")
@@ -42,6 +45,13 @@ class ServerArgs:
     port: int = arg(DEFAULT_PORT, "port to listen on", "HTTP server")
     skip_server_warmup: bool = arg(False, "do not run a request before the ready line", "HTTP server")
     log_level: Literal["debug", "info", "warning", "error"] = arg("info", "level of the log", "HTTP server")
+    log_format: Literal["text", "json"] = arg("text", "lines for people, or one JSON object a line", "HTTP server")
+    log_requests: bool = arg(False, "log every request when it comes and when it ends", "HTTP server")
+    log_requests_level: int = arg(2, "0: sizes and times; 1: and sampling parameters; 2: and the first 2048 tokens and characters; 3: and everything",
+                                  "HTTP server")
+    api_key: str | None = arg(None, "requests need `Authorization: Bearer KEY`; probes and /metrics stay open", "HTTP server", secret=True)
+    admin_api_key: str | None = arg(None, "flush_cache and abort_request need this key", "HTTP server", secret=True)
+    max_body_bytes: int = arg(64 << 20, "largest request body; a larger one is a 413", "HTTP server")
     enable_metrics: bool = arg(False, "serve /metrics for Prometheus", "HTTP server")
     enable_cache_report: bool = arg(False, "report cached_tokens in OpenAI usage", "HTTP server")
     shutdown_timeout_s: float = arg(60.0, "seconds that running requests get to finish after SIGTERM", "HTTP server")
@@ -69,7 +79,7 @@ class ServerArgs:
     def resolve(self) -> "ServerArgs":
         """Validate; raises ConfigError naming the flag."""
         positive = ("page_size", "cp_size", "max_running_requests", "max_queued_requests", "max_total_tokens", "context_length",
-                    "stream_interval", "decode_log_interval")
+                    "stream_interval", "decode_log_interval", "max_body_bytes")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -78,6 +88,11 @@ class ServerArgs:
             raise ConfigError(f"--chunked-prefill-size must be at least 1, or -1 for whole prompts, got {self.chunked_prefill_size}")
         if self.mem_fraction_static is not None and not 0.0 < self.mem_fraction_static < 1.0:
             raise ConfigError(f"--mem-fraction-static must be between 0 and 1, got {self.mem_fraction_static}")
+        if not 0 <= self.log_requests_level <= 3:
+            raise ConfigError(f"--log-requests-level must be between 0 and 3, got {self.log_requests_level}")
+        for name in ("api_key", "admin_api_key"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ConfigError(f"{flag_of(name)} must not be empty")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.cp_size > 1 and not self.enable_cp_shared_kv:
@@ -87,6 +102,11 @@ class ServerArgs:
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
         return self
+
+
+def secrets() -> list[str]:
+    """Fields that are never shown."""
+    return [item.name for item in dataclasses.fields(ServerArgs) if not item.repr]
 
 
 def flag_of(name: str) -> str:
@@ -105,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         kind = hints[item.name]
         common = {"dest": item.name, "default": item.default, "help": item.metadata["help"]}
         if kind is bool:
-            group.add_argument(*flags, action="store_true", **common)
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)  # --no-X beats a file
         elif typing.get_origin(kind) is Literal:
             group.add_argument(*flags, choices=typing.get_args(kind), **common)
         else:
@@ -114,10 +134,40 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def names_in_files() -> dict[str, str]:
+    """Every spelling that a --config file may use -> the field. Dashes are underscores already."""
+    fields = [item for item in dataclasses.fields(ServerArgs) if item.name != "config"]
+    spellings = {item.name: item.name for item in fields}
+    return {**{alias.removeprefix("--").replace("-", "_"): item.name for item in fields for alias in item.metadata["aliases"]}, **spellings}
+
+
+def fields_of_file(path: str) -> dict[str, Any]:
+    """The values of a --config file by field, checked for their type. Raises ConfigError naming file and key."""
+    known, hints = names_in_files(), typing.get_type_hints(ServerArgs)
+    found: dict[str, Any] = {}
+    try:
+        values: Mapping[str, Any] = read_config_file(path)
+    except ConfigFileError as error:
+        raise ConfigError(f"--config: {error}") from error
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"--config {path}: there is no flag named {key!r}")
+        if known[key] in found:
+            raise ConfigError(f"--config {path}: {known[key]} is given twice, also as {key}")
+        try:
+            found[known[key]] = msgspec.convert(value, hints[known[key]])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--config {path}: {key}: {error}") from error
+    return found
+
+
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Command line > defaults. Exits with a usage message on a bad flag."""
+    """Command line > --config file > defaults. Exits with a usage message on a bad flag."""
     parser = build_parser()
     try:
+        path = parser.parse_args(argv).config
+        if path is not None:
+            parser.set_defaults(**fields_of_file(path))
         return ServerArgs(**vars(parser.parse_args(argv))).resolve()
     except ConfigError as error:
         parser.error(str(error))

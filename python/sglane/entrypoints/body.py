@@ -1,4 +1,4 @@
-"""Request bodies: size cap, content type, JSON object."""
+"""Request bodies: content type, JSON object. Their size is limited by `middleware.BodyLimit`."""
 from typing import Any
 
 from fastapi import Request
@@ -6,8 +6,6 @@ from starlette.requests import ClientDisconnect
 
 from sglane.entrypoints.errors import ApiError, ClientGone
 from sglane.entrypoints.validation import parse_object
-
-MAX_BODY_BYTES = 64 << 20
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -19,15 +17,8 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
-    """At most MAX_BODY_BYTES."""
-    chunks: list[bytes] = []
-    num_bytes = 0
+    """The whole body. Raises ClientGone."""
     try:
-        async for chunk in request.stream():
-            num_bytes += len(chunk)
-            if num_bytes > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-            chunks.append(chunk)
+        return b"".join([chunk async for chunk in request.stream()])
     except ClientDisconnect as error:
         raise ClientGone from error
-    return b"".join(chunks)

@@ -12,7 +12,7 @@ from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
 from sglane.entrypoints.load_api import LoadApi
 from sglane.entrypoints.metrics_api import MetricsApi
-from sglane.entrypoints.middleware import HttpCount
+from sglane.entrypoints.middleware import BodyLimit, HttpCount, KeyCheck
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
@@ -70,6 +70,9 @@ def make_app(server: ServerState) -> FastAPI:
     head("/ping", admin.ping)
     head("/health", admin.health)
     head("/ready", admin.ready)
+    app.add_middleware(BodyLimit, max_bytes=server.args.max_body_bytes)
+    if server.args.api_key or server.args.admin_api_key:
+        app.add_middleware(KeyCheck, api_key=server.args.api_key, admin_api_key=server.args.admin_api_key)
     if server.metrics is not None:
         scrape = MetricsApi(server, server.metrics).scrape
         get("/metrics", scrape)

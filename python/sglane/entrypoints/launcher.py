@@ -16,11 +16,12 @@ import zmq
 from sglane.configs.model_config import ModelConfig, ModelConfigError, load_model_config
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.http_server import make_app
+from sglane.entrypoints.middleware import OPEN_PATHS
 from sglane.entrypoints.processes import Family, WorkFolder, bind_http
-from sglane.entrypoints.server_state import Engine, Phase, ServerState, until_idle
+from sglane.entrypoints.server_state import HIDDEN, Engine, Phase, ServerState, until_idle
 from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
 from sglane.entrypoints.warmup import WarmupFailed, warm_up
-from sglane.server_args import ServerArgs, parse_args
+from sglane.server_args import ServerArgs, parse_args, secrets
 from sglane.utils import logging as log
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Launcher:
         self._args = args
         self._listener = listener
         self._endpoints = folder.endpoints(args.cp_size)
-        self._server = ServerState(args, config, shlex.join([sys.executable, "-m", "sglane.launch_server", *sys.argv[1:]]))
+        self._server = ServerState(args, config, launch_command(args, sys.argv[1:]))
         self._signals = Signals()
         self._client = EngineClient(zmq.Context.instance(), self._endpoints, self._server.tracker)
         self._family = Family([])
@@ -126,7 +127,8 @@ class Launcher:
         engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result())
         self._server.engine_ready(engine)
         if not self._args.skip_server_warmup:
-            warming = asyncio.create_task(warm_up(self._listener.getsockname(), engine))
+            key = self._args.admin_api_key or self._args.api_key
+            warming = asyncio.create_task(warm_up(self._listener.getsockname(), engine, key))
             try:
                 await self._watch_until(warming)
             finally:
@@ -204,10 +206,21 @@ class Launcher:
         return 0
 
 
+def launch_command(args: ServerArgs, words: Sequence[str]) -> str:
+    """The command line of this process for /server_info, without its secrets."""
+    hidden = [getattr(args, name) for name in secrets() if getattr(args, name)]
+    shown = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        shown.append(HIDDEN if word in hidden else f"{flag}={HIDDEN}" if equals and value in hidden else word)
+    return shlex.join([sys.executable, "-m", "sglane.launch_server", *shown])
+
+
 def serve(argv: Sequence[str] | None = None) -> int:
     """Run a server until it ends. Returns the process's exit code."""
     args = parse_args(argv)
-    log.setup(args.log_level)
+    log.setup(args.log_level, layout=args.log_format)
+    logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(OPEN_PATHS))
     logger.info("server_args=%s", args)
     try:
         listener = bind_http(args.host, args.port)

@@ -1,4 +1,4 @@
-"""What stands in front of the routes: keys, and the count of HTTP requests. Plain ASGI, so that streams pass untouched."""
+"""What stands in front of the routes: keys, the size limit of bodies, the count of HTTP requests. Plain ASGI, so that streams pass untouched."""
 import hmac
 from collections.abc import Iterable
 
@@ -45,6 +45,27 @@ def bearer_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
             scheme, _, key = value.partition(b" ")
             return key.strip() if scheme.lower() == b"bearer" else None
     return None
+
+
+class BodyLimit:
+    """A request body that grows beyond the limit is a 413; the rest of it is not read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def counting_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body") or b"")
+            if num_bytes > self._max_bytes:
+                raise ApiError(413, f"the body is larger than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, counting_receive, send)
 
 
 class HttpCount:

@@ -13,9 +13,13 @@ from sglane.entrypoints.request_builder import RequestBuilder
 from sglane.entrypoints.sampling import ModelFacts
 from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.observability.metrics import Metrics
+from sglane.observability.request_log import RequestLog
 from sglane.observability.requests import RequestSink, RequestTracker
 from sglane.plan.io_struct import PlannerReady
-from sglane.server_args import ServerArgs
+from sglane.server_args import ServerArgs, secrets
+
+#: Stands for a secret.
+HIDDEN = "***"
 
 
 class Phase(Enum):
@@ -68,6 +72,8 @@ class ServerState:
         self.startup_s = 0.0
         self.metrics = Metrics(self.model_name) if args.enable_metrics else None
         sinks: list[RequestSink] = [] if self.metrics is None else [self.metrics.requests]
+        if args.log_requests:
+            sinks.append(RequestLog(args.log_requests_level))
         self.tracker = RequestTracker(sinks)
         self._engine: Engine | None = None
         self._why = ""
@@ -128,8 +134,9 @@ class ServerState:
             raise ApiError(503, f"the engine gave no sign of life for {silence_s:.0f} s")
 
     def flat_args(self) -> dict[str, Any]:
-        """All flags as they were resolved."""
-        return {**dataclasses.asdict(self.args), "model_path": self.config.source.path, "served_model_name": self.model_name,
+        """All flags as they were resolved; of secrets only whether they are set."""
+        hidden = {name: HIDDEN for name in secrets() if getattr(self.args, name) is not None}
+        return {**dataclasses.asdict(self.args), **hidden, "model_path": self.config.source.path, "served_model_name": self.model_name,
                 "tokenizer_path": self.tokenizer_path}
 
     @property

@@ -9,6 +9,7 @@ import setproctitle
 from sglane.managers.planner import EngineFailure, Planner
 from sglane.mem_cache.kv_ledger import LedgerError
 from sglane.server_args import ConfigError, ProcessSpec
+from sglane.utils import logging as log
 
 PR_SET_PDEATHSIG = 1
 
@@ -17,7 +18,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the launcher's death is ours
     spec = ProcessSpec.from_json(sys.stdin.buffer.read())
     setproctitle.setproctitle("sglane::planner")
-    logging.basicConfig(level=spec.server_args.log_level.upper(), format="[%(asctime)s planner] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    log.setup(spec.server_args.log_level, "planner", spec.server_args.log_format)
     planner = Planner(spec)
     try:
         planner.start()

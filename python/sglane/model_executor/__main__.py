@@ -18,6 +18,7 @@ from sglane.model_executor.loader import load_model
 from sglane.model_executor.memory import available_bytes
 from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, Progress, StepPlan, Stop, ToExecutor
 from sglane.server_args import ProcessSpec, ServerArgs
+from sglane.utils import logging as log
 from sglane.utils.ipc import Receiver, Sender
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the planner says when to stop
     spec = ProcessSpec.from_json(sys.stdin.buffer.read())
     setproctitle.setproctitle(f"sglane::executor_CP{spec.rank}")
-    logging.basicConfig(level=spec.server_args.log_level.upper(), format=f"[%(asctime)s CP{spec.rank}] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    log.setup(spec.server_args.log_level, f"CP{spec.rank}", spec.server_args.log_format)
     context = zmq.Context()
     receiver = Receiver(context, spec.endpoints.to_executors[spec.rank], ToExecutor)
     sender = Sender(context, spec.endpoints.from_executors)

@@ -4,7 +4,7 @@ import dataclasses
 import pytest
 
 from sglane.plan.io_struct import Endpoints
-from sglane.server_args import ConfigError, ProcessSpec, ServerArgs, build_parser, flag_of, parse_args
+from sglane.server_args import ConfigError, ProcessSpec, ServerArgs, build_parser, flag_of, parse_args, secrets
 
 
 def test_no_flags_give_the_defaults():
@@ -44,6 +44,9 @@ def test_other_spellings_of_the_two_rank_flags():
     ({"chunked_prefill_size": -2}, "--chunked-prefill-size"),
     ({"mem_fraction_static": 1.0}, "--mem-fraction-static"),
     ({"port": 70000}, "--port"),
+    ({"log_requests_level": 4}, "--log-requests-level"),
+    ({"api_key": " "}, "--api-key"),
+    ({"max_body_bytes": 0}, "--max-body-bytes"),
     ({"schedule_conservativeness": -0.1}, "--schedule-conservativeness"),
     ({"cp_size": 2}, "--enable-cp-shared-kv"),
     ({"enable_cp_shared_kv": True}, "--cp-size"),
@@ -72,3 +75,72 @@ def test_a_child_reads_what_its_parent_wrote():
     endpoints = Endpoints(to_planner="ipc:///a", to_front="ipc:///b", to_executors=["ipc:///c"], from_executors="ipc:///d", rendezvous="file:///e")
     spec = ProcessSpec(server_args=dataclasses.replace(ServerArgs(), page_size=16, dtype="float32"), endpoints=endpoints, rank=3)
     assert ProcessSpec.from_json(spec.to_json()) == spec
+
+
+# --- secrets ------------------------------------------------------------------------------------------------------------
+
+
+def test_secrets_are_not_printed():
+    args = parse_args(["--api-key", "kept-quiet", "--admin-api-key", "also-quiet"])
+    assert (args.api_key, args.admin_api_key) == ("kept-quiet", "also-quiet")
+    assert "quiet" not in repr(args) and "quiet" not in str(args)
+    assert secrets() == ["api_key", "admin_api_key"]
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "flags.yaml"
+        path.write_text(text)
+        return str(path)
+    return write
+
+
+def test_command_line_beats_file_beats_default(file):
+    path = file("page-size: 16\nschedule_policy: lpm\nhealth-timeout-s: 3\nenable_cache_report: true\nmodel: null\n")
+    args = parse_args(["--config", path, "--page-size", "8"])
+    assert (args.page_size, args.schedule_policy, args.health_timeout_s, args.enable_cache_report) == (8, "lpm", 3.0, True)
+    assert (args.model_path, args.port) == (None, 30000)
+    assert parse_args(["--config", path, "--no-enable-cache-report"]).enable_cache_report is False
+    assert parse_args(["--page-size", "64", "--config", path]).page_size == 64, "a default on the command line beats the file too"
+
+
+def test_other_spellings_and_combinations_in_a_file(file):
+    args = parse_args(["--config", file("attn-cp-size: 2\nenable-kv-cache-sharding: true\nmodel: somewhere\n")])
+    assert (args.cp_size, args.enable_cp_shared_kv, args.model_path) == (2, True, "somewhere")
+    assert parse_args(["--config", file("# nothing\n")]).page_size == 64
+
+
+@pytest.mark.parametrize(("text", "word"), [
+    ("no-such-flag: 3", "no_such_flag"),
+    ("config: other.yaml", "config"),
+    ("page-size: many", "page_size"),
+    ("page-size: 1.5", "page_size"),
+    ("page-size: true", "page_size"),
+    ("enable-metrics: 'yes'", "enable_metrics"),
+    ("api-key: 1234", "api_key"),
+    ("schedule-policy: lifo", "schedule_policy"),
+    ("page-size: 0", "--page-size"),
+    ("cp-size: 2", "--enable-cp-shared-kv"),
+    ("page-size: 8\npage-size: 16", "page-size"),
+    ("page-size: 8\npage_size: 16", "page_size"),
+    ("cp-size: 2\nattn-cp-size: 2", "attn_cp_size"),
+    ("- page-size", "list"),
+    ("page-size: [", "not valid YAML"),
+    ("model: !!python/name:os.system", "not valid YAML"),
+    ("3: 4", "3"),
+])
+def test_a_wrong_file_is_refused_by_name(file, capsys, text, word):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--config", file(text)])
+    assert ended.value.code == 2
+    assert word in capsys.readouterr().err.partition("error: ")[2]
+
+
+def test_a_missing_file(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        parse_args(["--config", str(tmp_path / "none.yaml")])
+    assert "none.yaml" in capsys.readouterr().err

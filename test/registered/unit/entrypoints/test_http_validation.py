@@ -5,6 +5,7 @@ import random
 import orjson
 import pytest
 
+from kits.front import Front
 from sglane.plan.io_struct import GenerateRequest
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -194,9 +195,11 @@ def test_wrong_content_type_method_and_route(front, route):
     check_refusal(front.http.post(route), 400)
 
 
-def test_too_large_body(front, monkeypatch):
-    monkeypatch.setattr("sglane.entrypoints.body.MAX_BODY_BYTES", 1000)
-    check_refusal(front.post("/generate", {"text": "x" * 2000}), 413)
+def test_too_large_body(config, tokenizer):
+    with Front(config, tokenizer, max_body_bytes=1000) as front:
+        for route in (*ROUTES, "/tokenize", "/abort_request"):
+            check_refusal(front.post(route, {"text": "x" * 2000}), 413)
+        front.ask("/generate", {"text": "x" * 500, "sampling_params": {"max_new_tokens": 1}})
 
 
 @pytest.mark.parametrize("timeout", ["nan", "-1", "x", "inf", "1e9"])

@@ -84,6 +84,26 @@ def test_start_serve_stop(model, temporary):
     assert not list(temporary.iterdir()), "the work folder is left"
 
 
+def test_keys_and_logs_from_a_file(model, tmp_path):
+    """The warm-up has the key; every log line is JSON; neither keys nor probes are in the log."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("api-key: kept-quiet\nadmin_api_key: also-quiet\nlog-format: json\nlog-requests: true\nenable_metrics: true\n")
+    with FrontServer(*flags(model, "--config", str(file), "--log-requests-level", "0")) as server:
+        assert server.post("/generate", BODY).status_code == 401
+        body = {**BODY, "rid": "mine", "sampling_params": {"max_new_tokens": 2}}
+        answer = httpx.post(f"{server.url}/generate", json=body, headers={"Authorization": "Bearer kept-quiet"}, trust_env=False)
+        assert answer.status_code == 200
+        assert server.get("/metrics").status_code == 200 and server.health() == 200
+        assert server.stop() == 0
+        log = server.log()
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert "quiet" not in log and READY in {line["message"] for line in lines}
+    assert [line["finish_reason"] for line in lines if line.get("event") == "finish" and line["rid"] == "mine"] == ["length"]
+    access = [line["message"] for line in lines if line["logger"] == "uvicorn.access"]
+    assert any("/generate" in line for line in access)
+    assert not any(path in line for line in access for path in ("/health", "/metrics"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_first_signal_drains(model, number):
     """To the whole process group, as Ctrl-C in a terminal does it."""
