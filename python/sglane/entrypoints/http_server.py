@@ -1,5 +1,5 @@
 """The ASGI application: routes and error shapes. Requests are validated by hand, so no route has a pydantic model."""
-import logging
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,82 +8,81 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 import sglane
+from sglane.entrypoints import route_docs as says
 from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
 from sglane.entrypoints.load_api import LoadApi
 from sglane.entrypoints.metrics_api import MetricsApi
-from sglane.entrypoints.middleware import BodyLimit, HttpCount, KeyCheck
+from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyCheck
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
+from sglane.entrypoints.route_docs import Declaration
 from sglane.entrypoints.server_state import ServerState
 from sglane.entrypoints.text_api import TextApi
 
-logger = logging.getLogger(__name__)
-
-JSON_BODY = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}}
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "A field is wrong; the message names it"},
-    413: {"description": "The body is too large"},
-    415: {"description": "The body is not JSON"},
-    503: {"description": "Starting, shutting down, or the queue is full"},
-}
+#: (method, path, handler, what /openapi.json says)
+AddRoute = Callable[[str, str, Any, Declaration], None]
 
 
 def make_app(server: ServerState) -> FastAPI:
     """All routes of one server."""
     app = FastAPI(title="sglane", version=sglane.__version__)
-    admin, native, text, load = AdminApi(server), NativeApi(server), TextApi(server), LoadApi(server)
+    needs_key = bool(server.args.api_key or server.args.admin_api_key)
 
-    def get(path: str, handler: Any, method: str = "GET") -> None:
-        app.add_api_route(path, handler, methods=[method], response_model=None, responses={503: ERRORS[503]})
+    def route(method: str, path: str, handler: Any, declared: Declaration) -> None:
+        app.add_api_route(path, handler, methods=[method], response_model=None, response_class=Response, openapi_extra=declared.extra(),
+                          responses=declared.responses(needs_key and path not in OPEN_PATHS), include_in_schema=method != "HEAD")
 
-    def post(path: str, handler: Any, method: str = "POST") -> None:
-        app.add_api_route(path, handler, methods=[method], response_model=None, responses=ERRORS, openapi_extra=JSON_BODY)
-
-    def head(path: str, handler: Any) -> None:
-        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
-
-    post("/generate", native.generate)  # routes are tried in this order: busy ones first
-    post("/v1/completions", CompletionsApi(server).complete)
-    post("/v1/chat/completions", ChatApi(server).complete)
-    post("/generate", native.generate, "PUT")
-    get("/ping", admin.ping)
-    get("/health", admin.health)
-    get("/v1/health", admin.health)
-    get("/health_generate", admin.health_generate)
-    get("/ready", admin.ready)
-    get("/model_info", admin.model_info)
-    get("/get_model_info", admin.model_info)
-    get("/server_info", admin.server_info)
-    get("/get_server_info", admin.server_info)
-    get("/flush_cache", admin.flush_cache)
-    get("/flush_cache", admin.flush_cache, "POST")
-    get("/v1/models", admin.models)
-    get("/v1/models/{model:path}", admin.model)
-    post("/abort_request", admin.abort_request)
-    for prefix in ("", "/v1"):
-        post(f"{prefix}/tokenize", text.tokenize)
-        post(f"{prefix}/detokenize", text.detokenize)
-    get("/v1/loads", load.loads)
-    get("/get_load", load.get_load)
-    head("/ping", admin.ping)
-    head("/health", admin.health)
-    head("/ready", admin.ready)
+    add_request_routes(route, server)
+    add_state_routes(route, server)
     app.add_middleware(BodyLimit, max_bytes=server.args.max_body_bytes)
-    if server.args.api_key or server.args.admin_api_key:
+    if needs_key:
         app.add_middleware(KeyCheck, api_key=server.args.api_key, admin_api_key=server.args.admin_api_key)
     if server.metrics is not None:
         scrape = MetricsApi(server, server.metrics).scrape
-        get("/metrics", scrape)
-        head("/metrics", scrape)
-        endpoints = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        route("GET", "/metrics", scrape, says.METRICS)
+        route("HEAD", "/metrics", scrape, says.METRICS)
+        endpoints = frozenset(item.path for item in app.routes if isinstance(item, Route))
         app.add_middleware(HttpCount, metrics=server.metrics, endpoints=endpoints)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     return app
+
+
+def add_request_routes(route: AddRoute, server: ServerState) -> None:
+    """Work for the model. Routes are tried in this order: busy ones first."""
+    native, text = NativeApi(server), TextApi(server)
+    route("POST", "/generate", native.generate, says.GENERATE)
+    route("POST", "/v1/completions", CompletionsApi(server).complete, says.COMPLETIONS)
+    route("POST", "/v1/chat/completions", ChatApi(server).complete, says.CHAT)
+    route("PUT", "/generate", native.generate, says.GENERATE)
+    for prefix in ("", "/v1"):
+        route("POST", f"{prefix}/tokenize", text.tokenize, says.TOKENIZE)
+        route("POST", f"{prefix}/detokenize", text.detokenize, says.DETOKENIZE)
+
+
+def add_state_routes(route: AddRoute, server: ServerState) -> None:
+    """Questions about the server, and an operator's verbs."""
+    admin, load = AdminApi(server), LoadApi(server)
+    for method in ("GET", "HEAD"):
+        route(method, "/ping", admin.ping, says.PROBE)
+        route(method, "/health", admin.health, says.PROBE)
+        route(method, "/ready", admin.ready, says.PROBE)
+    route("GET", "/v1/health", admin.health, says.PROBE)
+    route("GET", "/health_generate", admin.health_generate, says.PROBE)
+    for prefix in ("/", "/get_"):
+        route("GET", f"{prefix}model_info", admin.model_info, says.QUESTION)
+        route("GET", f"{prefix}server_info", admin.server_info, says.QUESTION)
+    route("GET", "/v1/models", admin.models, says.QUESTION)
+    route("GET", "/v1/models/{model:path}", admin.model, says.MODEL)
+    route("GET", "/v1/loads", load.loads, says.LOADS)
+    route("GET", "/get_load", load.get_load, says.QUESTION)
+    for method in ("GET", "POST"):
+        route(method, "/flush_cache", admin.flush_cache, says.FLUSH)
+    route("POST", "/abort_request", admin.abort_request, says.ABORT)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
