@@ -1,4 +1,4 @@
-"""Token by token to text that never splits a character, and stop strings in it. Results do not depend on how tokens are grouped."""
+"""Token by token to text that never splits a character. Results do not depend on how tokens are grouped."""
 import codecs
 import json
 from collections.abc import Callable, Sequence
@@ -58,56 +58,6 @@ class WindowDetokenizer:
         self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         return text[len(before) :]
-
-
-class StopMatcher:
-    """Finds the first stop string in a growing text and holds back a tail that may become one.
-
-    The stop that is complete first counts; of two that end together, the longer. What was let through holds no part of a stop.
-    """
-
-    def __init__(self, stops: Sequence[str], keep_stop: bool):
-        self._stops = stops
-        self._keep_stop = keep_stop
-        self._held = ""
-        self._longest = max(map(len, stops), default=0)
-
-    def feed(self, piece: str) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string that was found). After a stop nothing more may be fed."""
-        text = self._held + piece
-        found = self._find(text)
-        if found is not None:
-            end, stop = found
-            self._held = ""
-            return text[: end if self._keep_stop else end - len(stop)], stop
-        num_held = self._num_to_hold(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], None
-
-    def flush(self) -> str:
-        """The held tail, which is no stop after all."""
-        text, self._held = self._held, ""
-        return text
-
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """(end, stop) of the stop that is complete first."""
-        best: tuple[int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start < 0:
-                continue
-            end = start + len(stop)
-            if best is None or end < best[0] or (end == best[0] and len(stop) > len(best[1])):
-                best = (end, stop)
-        return best
-
-    def _num_to_hold(self, text: str) -> int:
-        """Characters of the longest tail that begins a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[len(text) - length :]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
 
 
 def byte_alphabet() -> dict[str, int]:

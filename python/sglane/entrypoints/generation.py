@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglane.entrypoints.detokenizer import Detokenizer, StopMatcher
+from sglane.entrypoints.detokenizer import Detokenizer
 from sglane.entrypoints.sampling import TextParams
+from sglane.entrypoints.stop_matcher import PatternTooSlow, make_matcher
 from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
 
 
@@ -70,7 +71,7 @@ class Generation:
         self.finish: Finish | None = None
         self.drop_output = False
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(text_params.stops, text_params.keep_stop)
+        self._stops = make_matcher(text_params.stops, text_params.stop_patterns, text_params.keep_stop)
 
     @property
     def num_output_tokens(self) -> int:
@@ -113,7 +114,11 @@ class Generation:
         if self.num_output_tokens <= self.request.sampling.min_new_tokens:
             self.text += piece  # too early to stop
             return False
-        shown, stop = self._stops.feed(piece)
+        try:
+            shown, stop = self._stops.feed(piece)
+        except PatternTooSlow as error:
+            self.finish = Finish("abort", message=f"stop_regex {error}", status_code=400)
+            return True
         self.text += shown
         if stop is None:
             return False

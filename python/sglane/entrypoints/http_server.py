@@ -98,7 +98,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """404 and 405 in the same shape as everything else."""
     assert isinstance(error, HTTPException)
     response = error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-    response.headers.update(error.headers or {})
+    headers = dict(error.headers or {})
+    if error.status_code == 405:  # a path may have several routes, one for each method
+        routes = [route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(request.url.path)]
+        headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+    response.headers.update(headers)
     return response
 
 

@@ -10,6 +10,11 @@ INTEGER: Schema = {"type": "integer"}
 BOOLEAN: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+PROMPT_TEXT: Schema = {"type": "string", "minLength": 1}
+PROMPT_IDS: Schema = {**IDS, "minItems": 1}
+PROMPTS: Schema = {"anyOf": [
+    PROMPT_TEXT, PROMPT_IDS, {"type": "array", "items": PROMPT_TEXT, "minItems": 1}, {"type": "array", "items": PROMPT_IDS, "minItems": 1},
+]}
 TEXTS: Schema = {"anyOf": [STRING, {"type": "array", "items": STRING, "minItems": 1}]}
 ID_LISTS: Schema = {"anyOf": [IDS, {"type": "array", "items": IDS, "minItems": 1}]}
 
@@ -32,7 +37,7 @@ Content = Sequence[tuple[str, Schema]]
 JSON: Content = (("application/json", {}),)
 TEXT: Content = (("text/plain", STRING),)
 JSON_OR_TEXT: Content = (*JSON, *TEXT)
-JSON_OR_EVENTS: Content = (*JSON, ("text/event-stream", STRING))
+JSON_OR_EVENTS: Content = (*JSON, ("text/event-stream", {}))
 
 
 @dataclass(frozen=True)
@@ -87,15 +92,18 @@ SAMPLING: dict[str, Schema] = {
     "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "n": {"type": "integer", "minimum": 1, "maximum": 128},
     "max_tokens": {"type": "integer", "minimum": 1}, "stop": {"anyOf": [STOP, {"type": "array", "items": STOP}]}, "seed": INTEGER,
 }
-MESSAGE = {"type": "object", "required": ["role", "content"], "properties": {"role": STRING, "content": {}}}
+MESSAGE = {
+    "type": "object", "required": ["role", "content"], "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": PROMPT_TEXT},
+}
 POST_STATUSES = (400, 413, 415, 503)
 
 PROBE = Declaration()
 QUESTION = Declaration(JSON)
 GENERATE = Declaration(
-    JSON_OR_EVENTS, {"text": TEXTS, "input_ids": ID_LISTS, "sampling_params": {}, "stream": BOOLEAN, "return_logprob": {}}, statuses=POST_STATUSES,
+    JSON_OR_EVENTS, {"text": TEXTS, "input_ids": ID_LISTS, "sampling_params": OBJECT, "stream": BOOLEAN, "return_logprob": BOOLEAN},
+    statuses=POST_STATUSES,
 )
-COMPLETIONS = Declaration(JSON_OR_EVENTS, {"model": STRING, "prompt": {}, **SAMPLING}, ("prompt",), statuses=POST_STATUSES)
+COMPLETIONS = Declaration(JSON_OR_EVENTS, {"model": STRING, "prompt": PROMPTS, **SAMPLING}, ("prompt",), statuses=POST_STATUSES)
 CHAT = Declaration(
     JSON_OR_EVENTS, {"model": STRING, "messages": {"type": "array", "items": MESSAGE, "minItems": 1}, **SAMPLING}, ("messages",),
     statuses=POST_STATUSES,

@@ -16,7 +16,7 @@ MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 INT64 = 1 << 63
 #: Constrained output and per-request programs.
-REFUSED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_logit_processor")
+REFUSED = ("json_schema", "regex", "ebnf", "structural_tag", "custom_logit_processor")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class TextParams:
     """What the front does with the tokens."""
 
     stops: tuple[str, ...] = ()
+    stop_patterns: tuple[str, ...] = ()  # regular expressions
     keep_stop: bool = False  # the text includes what ended it
     skip_special_tokens: bool = True
     stream_interval: int = 1  # tokens per streamed chunk
@@ -100,6 +101,7 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
     )
     text = TextParams(
         stops=fields.stops("stop"),
+        stop_patterns=fields.patterns("stop_regex"),
         keep_stop=fields.flag("no_stop_trim"),
         skip_special_tokens=fields.flag("skip_special_tokens", True),
         stream_interval=fields.integer("stream_interval", stream_interval, 1, MAX_TOKENS),

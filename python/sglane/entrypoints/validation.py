@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import regex
 
 from sglane.entrypoints.errors import ApiError, bad_field
 
@@ -14,6 +15,9 @@ from sglane.entrypoints.errors import ApiError, bad_field
 MAX_RID_CHARACTERS = 1024
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
+MAX_PATTERNS = 16
+MAX_PATTERN_CHARACTERS = 256
+PATTERN_TIMEOUT_S = 0.05
 #: Values that mean "not asked for" in a field that is not supported.
 UNSET = (None, False, "", [], {})
 
@@ -107,6 +111,18 @@ class Fields:
             raise bad_field(name, f"must hold at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} characters")
         return tuple(dict.fromkeys(stops))
 
+    def patterns(self, name: str) -> tuple[str, ...]:
+        """A regular expression or a list of them; each compiles and does not match the empty text."""
+        value = self.get(name)
+        texts = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise bad_field(name, "must be a string or an array of strings")
+        if len(texts) > MAX_PATTERNS or any(not 0 < len(text) <= MAX_PATTERN_CHARACTERS for text in texts):
+            raise bad_field(name, f"must hold at most {MAX_PATTERNS} expressions of 1 to {MAX_PATTERN_CHARACTERS} characters")
+        for text in texts:
+            check_pattern(name, text)
+        return tuple(dict.fromkeys(texts))
+
     def token_list(self, name: str, vocab_size: int) -> list[int]:
         """A short list of token ids; empty when absent."""
         value = self.get(name)
@@ -137,6 +153,17 @@ def token_ids(name: str, values: Any, vocab_size: int) -> npt.NDArray[np.int32]:
         wrong = min(values) if min(values) < 0 else max(values)
         raise bad_field(name, f"has token id {wrong}, which is outside the vocabulary [0, {vocab_size - 1}]")
     return np.array(values, dtype=np.int32)
+
+
+def check_pattern(name: str, text: str) -> None:
+    try:
+        matches_nothing = regex.compile(text).fullmatch("", timeout=PATTERN_TIMEOUT_S) is not None
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise bad_field(name, f"{text[:40]!r} is no regular expression: {error}") from error
+    except TimeoutError as error:
+        raise bad_field(name, f"{text[:40]!r} takes too long") from error
+    if matches_nothing:
+        raise bad_field(name, f"{text[:40]!r} matches the empty text, so it would end everything at once")
 
 
 def check_rid(rid: Any) -> str:

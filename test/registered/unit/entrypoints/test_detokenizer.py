@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
-from sglane.entrypoints.detokenizer import BytesDetokenizer, Pieces, StopMatcher, WindowDetokenizer, byte_alphabet
+from sglane.entrypoints.detokenizer import BytesDetokenizer, Pieces, WindowDetokenizer, byte_alphabet
 
 NOTHING = np.empty(0, np.int32)
 SAMPLES = [
@@ -134,53 +134,3 @@ def test_a_run_of_garbage_is_given_out_in_the_end():
 def test_bytes_of_any_grouping(pieces):
     detokenizer = BytesDetokenizer(lambda index: pieces[index])
     assert "".join(run(detokenizer, range(len(pieces)))) == b"".join(pieces).decode(errors="replace")
-
-
-# --- stop strings ------------------------------------------------------------------------------------------------------
-
-
-def matched(pieces, stops, keep=False):
-    """(text, stop) after feeding the pieces."""
-    matcher = StopMatcher(stops, keep)
-    shown = ""
-    for piece in pieces:
-        part, stop = matcher.feed(piece)
-        shown += part
-        if stop is not None:
-            return shown, stop
-        assert not any(stop in shown for stop in stops)
-    return shown + matcher.flush(), None
-
-
-def by_definition(text, stops, keep):
-    """The stop that is complete first, of two the longer."""
-    for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            stop = max(ending, key=len)
-            return text[: end if keep else end - len(stop)], stop
-    return text, None
-
-
-@given(st.text("ab", max_size=14), st.lists(st.text("ab", min_size=1, max_size=4), max_size=4), st.booleans(), st.randoms())
-def test_stops_by_definition_for_any_grouping(text, stops, keep, rng):
-    cuts = sorted(rng.sample(range(len(text) + 1), rng.randint(0, len(text))))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    assert matched(pieces, stops, keep) == by_definition(text, stops, keep)
-
-
-def test_stops_that_overlap_or_begin_alike():
-    assert matched("xaab", ["aab", "ab"]) == ("x", "aab")
-    assert matched("xab", ["aab", "ab"]) == ("x", "ab")
-    assert matched("one STOP two", ["STOPPED", "STOP"]) == ("one ", "STOP")
-    assert matched("the end", ["end"]) == ("the ", "end")
-    assert matched("the en", ["end"]) == ("the en", None)
-    assert matched("a STOP b", ["STOP"], keep=True) == ("a STOP", "STOP")
-
-
-def test_a_possible_beginning_is_held_back():
-    matcher = StopMatcher(["<|end|>"], keep_stop=False)
-    assert matcher.feed("hello <|e") == ("hello ", None)
-    assert matcher.feed("x") == ("<|ex", None)
-    assert matcher.feed("<|end|") == ("", None)
-    assert matcher.feed(">") == ("", "<|end|>")

@@ -28,7 +28,7 @@ WRONG_SAMPLING = {
     "json_schema": ["{}"],
     "regex": ["a+"],
     "ebnf": ["root ::= x"],
-    "stop_regex": ["x"],
+    "stop_regex": ["(", "", 3, [3], ["a", "["], "x" * 257, ["x"] * 17, "a*", "(?:)"],
 }
 WRONG_NATIVE = {
     "max_new_tokens": [-1, 1.5, "3", True, NAN, 1 << 40],

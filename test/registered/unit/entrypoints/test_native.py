@@ -65,6 +65,31 @@ def test_stop_does_not_depend_on_grouping(front, tokenizer, tokens_per_step):
     assert (answer["text"], answer["output_ids"]) == ("one ", ids[:7])
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_expression(front, tokenizer, tokens_per_step, keep):
+    front.behaviour.tokens_per_step = tokens_per_step
+    text = "one 12 two 345, three"
+    ids = [ids_of(tokenizer, character)[0] for character in text]
+    sampling = {"max_new_tokens": len(ids), "stop_regex": ["[0-9]{3}", "four"], "stop": "three", "no_stop_trim": keep}
+    body = {"input_ids": ids, "sampling_params": sampling}
+    whole = front.ask("/generate", body)
+    assert whole["text"] == "one 12 two " + ("345" if keep else "")
+    assert (whole["output_ids"], whole["meta_info"]["finish_reason"]) == (ids[:14], {"type": "stop", "matched": "[0-9]{3}"})
+    events = front.stream("/generate", body)
+    (last,) = collect_native(events, 1)
+    assert without_times(last) == without_times(whole)
+    assert not any("3" in event["text"] for event in events[:-1]), "a beginning of the match was sent"
+
+
+def test_a_slow_stop_expression_ends_its_own_request_only(front, tokenizer):
+    ids = ids_of(tokenizer, "a")
+    answer = front.post("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 300, "stop_regex": "(a|aa)+c"}})
+    assert answer.status_code == 400 and "takes too long" in answer.json()["message"]
+    assert front.wait_received(FinishRequest, 1) and front.wait_idle()
+    assert front.ask("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 3}})["text"] == "aaa"
+
+
 def test_min_new_tokens_delays_stop_strings(front, tokenizer):
     ids = [ids_of(tokenizer, character)[0] for character in "aXbXcX"]
     answer = front.ask("/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 6, "min_new_tokens": 3, "stop": "X"}})

@@ -70,3 +70,9 @@ def test_other_content_types_are_declared(closed, paths):
 def test_without_keys_there_is_no_401(front):
     operations = [operation for item in front.http.get("/openapi.json").json()["paths"].values() for operation in item.values()]
     assert not any("401" in operation["responses"] for operation in operations)
+
+
+def test_a_wrong_method_is_told_all_right_ones(front):
+    for path, methods in (("/generate", "POST, PUT"), ("/flush_cache", "GET, POST"), ("/health", "GET, HEAD")):
+        response = front.http.request("DELETE", path)
+        assert (response.status_code, response.headers["allow"]) == (405, methods)
