@@ -53,8 +53,8 @@ class NativeApi:
         samplings = read_samplings(fields, inputs, engine.facts, self._server.args.stream_interval)
         wishes = read_wishes(fields, inputs, engine.facts)
         for sampling, wish in zip(samplings, wishes):
-            if engine.tokenizer is None and (sampling.text.stops or wish.with_text):
-                need_tokenizer(None, "stop" if sampling.text.stops else "return_text_in_logprobs")
+            if engine.tokenizer is None and (sampling.text.stops or sampling.text.stop_patterns or wish.with_text):
+                need_tokenizer(None, text_field(sampling))
         stream = fields.flag("stream")
         job = engine.client.open_job(rids_of(fields, len(inputs.values), inputs.is_batch))
         try:
@@ -76,6 +76,11 @@ class NativeApi:
             ids = await tokens_of(engine, inputs.field, value)
             prompts.append(Prompt(name, ids, sampling, wish, namespace, priority, inputs.field))
         engine.builder.submit(job, prompts, stream)
+
+
+def text_field(sampling: Sampling) -> str:
+    """The field that makes a tokenizer necessary."""
+    return "stop" if sampling.text.stops else "stop_regex" if sampling.text.stop_patterns else "return_text_in_logprobs"
 
 
 def read_inputs(fields: Fields) -> Inputs:

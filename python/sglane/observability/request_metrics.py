@@ -1,4 +1,6 @@
 """Counters and histograms of requests, as the front sees them. Their sums are the sums of what the answers said."""
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from sglane.observability.requests import Ending, Record
@@ -7,6 +9,22 @@ from sglane.observability.requests import Ending, Record
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 BETWEEN_TOKENS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4)
 WHOLE_REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 2400)
+
+
+@dataclass(frozen=True)
+class Children:
+    """The metrics of one set of labels, looked up once: they are used for every token."""
+
+    requests: Counter
+    aborted: Counter
+    prompt: Counter
+    output: Counter
+    cached_device: Counter
+    cached_host: Counter
+    first_token: Histogram
+    between: Histogram
+    per_token: Histogram
+    whole: Histogram
 
 
 class RequestMetrics:
@@ -32,39 +50,38 @@ class RequestMetrics:
         self._between = histogram("inter_token_latency_seconds", "Time between two output tokens of a generation", BETWEEN_TOKENS_S)
         self._per_token = histogram("request_time_per_output_token_seconds", "Mean time per output token after the first", BETWEEN_TOKENS_S)
         self._whole = histogram("e2e_request_latency_seconds", "Request received to its end", WHOLE_REQUEST_S)
-        for streams in (False, True):  # everything is there from the start, at zero
-            values = self._values(streams)
-            for metric in (self._requests, self._aborted, self._prompt, self._output, self._first_token, self._between, self._per_token, self._whole):
-                metric.labels(*values)
-            for source in ("device", "host"):
-                self._cached.labels(*values, source)
+        self._of = {streams: self._make(streams) for streams in (False, True)}  # everything is there from the start, at zero
 
-    def _values(self, streams: bool) -> tuple[str, ...]:
-        return *self._labels.values(), "true" if streams else "false"
+    def _make(self, streams: bool) -> "Children":
+        values = (*self._labels.values(), "true" if streams else "false")
+        return Children(
+            *(metric.labels(*values) for metric in (self._requests, self._aborted, self._prompt, self._output)),
+            *(self._cached.labels(*values, source) for source in ("device", "host")),
+            *(metric.labels(*values) for metric in (self._first_token, self._between, self._per_token, self._whole)),
+        )
 
     def started(self, record: Record) -> None:
         """Counted at the end."""
 
     def tokens(self, record: Record, num_new: int, interval_s: float | None) -> None:
-        values = self._values(record.streams)
-        self._output.labels(*values).inc(num_new)
+        of = self._of[record.streams]
+        of.output.inc(num_new)
         if interval_s is None:
             assert record.first_token_s is not None
-            self._first_token.labels(*values).observe(record.first_token_s - record.received_s)
-            self._prompt.labels(*values).inc(record.num_prompt_tokens)
-            self._cached.labels(*values, "device").inc(record.num_cached_device)
-            self._cached.labels(*values, "host").inc(record.num_cached_host)
+            of.first_token.observe(record.first_token_s - record.received_s)
+            of.prompt.inc(record.num_prompt_tokens)
+            of.cached_device.inc(record.num_cached_device)
+            of.cached_host.inc(record.num_cached_host)
             return
-        between = self._between.labels(*values)
         for _ in range(num_new):
-            between.observe(interval_s / num_new)
+            of.between.observe(interval_s / num_new)
 
     def ended(self, record: Record, ending: Ending) -> None:
-        values = self._values(record.streams)
-        self._requests.labels(*values).inc()
+        of = self._of[record.streams]
+        of.requests.inc()
         if ending.reason in ("abort", "left"):
-            self._aborted.labels(*values).inc()
+            of.aborted.inc()
             return
-        self._whole.labels(*values).observe(ending.e2e_s)
+        of.whole.observe(ending.e2e_s)
         if record.num_output_tokens > 1 and record.first_token_s is not None and record.last_token_s is not None:
-            self._per_token.labels(*values).observe((record.last_token_s - record.first_token_s) / (record.num_output_tokens - 1))
+            of.per_token.observe((record.last_token_s - record.first_token_s) / (record.num_output_tokens - 1))

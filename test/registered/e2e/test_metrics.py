@@ -1,4 +1,5 @@
-"""The metrics of a real engine on two lanes: sums of answers, gauges at rest, pages of every lane."""
+"""The metrics of a real engine on two lanes: sums of answers, gauges at rest, pages of every lane; JSON logs of all processes."""
+import json
 import time
 
 import pytest
@@ -12,7 +13,7 @@ from kits.server import Server
 @pytest.fixture(scope="module")
 def server():
     flags = ("--model-path", str(tiny("llama")), "--skip-tokenizer-init", "--dtype", "float32", "--page-size", "8", "--max-total-tokens", "512",
-             "--cp-size", "2", "--enable-cp-shared-kv", "--enable-metrics", "--skip-server-warmup")
+             "--cp-size", "2", "--enable-cp-shared-kv", "--enable-metrics", "--skip-server-warmup", "--log-format", "json")
     with Server(*flags) as running:
         yield running
 
@@ -59,3 +60,11 @@ def test_load(server):
     assert load["max_total_num_tokens"] == 512 and 0 < load["cache_hit_rate"] < 1
     assert len(load["memory"]["lanes"]["free"]) == 2
     assert server.get("/get_load").json()[0]["num_reqs"] == 0
+
+
+def test_every_process_logs_json(server):
+    lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    assert {line["process"] for line in lines} == {"front", "planner", "CP0", "CP1"}
+    assert any(line["process"] == "planner" and line["message"].startswith("Prefill batch, #new-seq: 1") for line in lines)
+    others = [line for line in server.log().splitlines() if line.strip() and not line.startswith("{")]
+    assert not any(line.startswith("[20") for line in others), others

@@ -78,7 +78,8 @@ def test_a_stop_string_counts_what_the_answer_has(measured, tokenizer):
 
 def test_what_ends_early_is_counted_as_aborted(measured):
     before = scrape(measured)
-    assert measured.post("/generate", {"input_ids": [QUEUE_FULL]}).status_code == 503
+    full = measured.post("/generate", {"input_ids": [QUEUE_FULL]})
+    assert (full.status_code, full.headers["retry-after"]) == (503, "1")
     measured.behaviour.step_s = 0.05
     with pytest.raises(httpx.ReadTimeout):
         measured.post("/generate", {"input_ids": [504], "sampling_params": {"max_new_tokens": 400}}, timeout=0.2)

@@ -228,6 +228,7 @@ def test_without_tokenizer(config):
         assert "text" not in answer and answer["output_ids"] == [504, 3575]
         bodies = [
             ("/generate", {"text": "hi"}), ("/generate", {"input_ids": [1], "sampling_params": {"stop": "x"}}), ("/v1/completions", {"prompt": "hi"}),
+            ("/generate", {"input_ids": [1], "sampling_params": {"stop_regex": "x"}}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
         ]
         for path, body in bodies:
