@@ -27,7 +27,9 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
 
 def kind(value: Any) -> set[str]:
     """JSON schema's names for the type of a value."""
-    names = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}, type(None): {"null"}, dict: {"object"}, list: {"array"}}
+    names = {
+        bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, str: {"string"}, type(None): {"null"}, dict: {"object"}, list: {"array"},
+    }
     return names[type(value)]
 
 
