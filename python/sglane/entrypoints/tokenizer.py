@@ -1,7 +1,7 @@
 """Text and chat messages -> token ids; token ids -> text. Work on long texts leaves the event loop's thread."""
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ class TextTokenizer:
             text = self.render(messages, add_generation_prompt, continue_final_message, template_arguments)
             return self.encode(text, add_special_tokens=False)
 
-        return await self._run(sum(len(str(message.get("content"))) for message in messages), work)
+        num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(template_arguments.get("tools", "")))
+        return await self._run(num_characters, work)
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
         try:
@@ -79,8 +80,14 @@ class TextTokenizer:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def detokenizer(self, skip_special_tokens: bool, prompt: npt.NDArray[np.int32]) -> Detokenizer:
-        return self.pieces.detokenizer(skip_special_tokens, prompt[-NUM_CONTEXT_TOKENS:].tolist())
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template looks at tools."""
+        return "tools" in str(self._template)
+
+    def detokenizer(self, skip_special_tokens: bool, prompt: npt.NDArray[np.int32], markers: Sequence[str] = ()) -> Detokenizer:
+        """markers: special tokens that are part of one are never skipped."""
+        return self.pieces.detokenizer(skip_special_tokens, prompt[-NUM_CONTEXT_TOKENS:].tolist(), markers)
 
     def token_text(self, token_id: int) -> str:
         """One token on its own; bytes that are no whole character are shown as replacement marks."""

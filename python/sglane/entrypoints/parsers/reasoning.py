@@ -30,6 +30,11 @@ def begins_inside(form: ReasoningFormat, prompt_end: str) -> bool:
     return end.endswith(START) or form.is_open_without_marker
 
 
+def ends_inside(text: str) -> bool:
+    """Whether a part of an answer ends with thoughts that were not closed."""
+    return text.rfind(START) > text.rfind(END)
+
+
 class ReasoningParser:
     """Splits a text into thoughts and answer. White space around the markers belongs to neither."""
 
