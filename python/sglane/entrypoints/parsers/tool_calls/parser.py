@@ -69,7 +69,9 @@ class ToolCallParser:
         except OutOfText:
             self._cursor.take_all()
             unfinished = self._cursor.unmark()
-            if not self._cursor.was_cut:
+            if self._cursor.was_cut:
+                self._follows_call = True  # for the white space in front of it
+            else:
                 self._add_text(unfinished)
             raise
 
