@@ -1,8 +1,10 @@
 """Text and chat messages -> token ids; token ids -> text. Work on long texts leaves the event loop's thread."""
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,36 @@ class TextTokenizer:
         num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(template_arguments.get("tools", "")))
         return await self._run(num_characters, work)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
-        try:
-            text = self._hf.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, **arguments,
-            )
-        except TEMPLATE_ERRORS as error:
-            raise ApiError(400, f"messages: the chat template refuses them: {error}", "messages") from error
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the chat template takes the arguments of earlier calls as text. Most want an object; a trial conversation tells."""
+        key, value = "a_parameter", "its value"
+        trials = []
+        for arguments in ({key: value}, json.dumps({key: value})):
+            call = {"type": "function", "id": "call_0", "function": {"name": "a_tool", "arguments": arguments}}
+            trial = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                text = self._apply(trial, False, False, {})
+            except TEMPLATE_ERRORS:
+                text = ""
+            trials.append(value in text and f"'{key}'" not in text)  # not as Python writes it
+        return trials == [False, True]
+
+    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
+        text = self._hf.apply_chat_template(
+            messages, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, **arguments,
+        )
         assert isinstance(text, str)
         return text
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
+        try:
+            if any("tool_calls" in message for message in messages) and self._joins_arguments:
+                messages = [with_text_arguments(message) for message in messages]
+            return self._apply(messages, add_generation_prompt, continue_final_message, arguments)
+        except TEMPLATE_ERRORS as error:
+            raise ApiError(400, f"messages: the chat template refuses them: {error}", "messages") from error
 
     async def _run(self, num_characters: int, work: Callable[[], npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
         if num_characters <= INLINE_CHARACTERS:
@@ -99,6 +121,16 @@ class TextTokenizer:
     def decode(self, token_ids: npt.NDArray[np.int32]) -> str:
         """Text of a whole prompt, special tokens included."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
+
+
+def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def load_hf_tokenizer(path: str) -> Any:

@@ -1,29 +1,10 @@
 """The conversation of a chat request, as chat templates want it."""
-import json
 from typing import Any
 
 import orjson
 
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.validation import Fields, kind_of
-
-
-class Arguments(dict[str, Any]):
-    """Arguments of a call in the conversation. Some templates want an object, others its text: this is an object that joins as its text."""
-
-    def __init__(self, values: dict[str, Any], text: str):
-        """text: JSON of the values, as the client wrote it."""
-        super().__init__(values)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
@@ -71,13 +52,9 @@ def read_tool_call(index: int, call: Any) -> dict[str, Any]:
 
 def read_arguments(arguments: Any) -> Any:
     """An object, or what the client sent if it is none: then the template decides."""
-    text = arguments
-    if isinstance(arguments, str):
-        text = arguments.strip() or "{}"  # some clients write nothing for no arguments
-        try:
-            arguments = orjson.loads(text)
-        except orjson.JSONDecodeError:
-            return arguments
-    elif isinstance(arguments, dict):
-        text = json.dumps(arguments, ensure_ascii=False)
-    return Arguments(arguments, text) if isinstance(arguments, dict) else arguments
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return orjson.loads(arguments.strip() or "{}")  # some clients write nothing for no arguments
+    except orjson.JSONDecodeError:
+        return arguments
