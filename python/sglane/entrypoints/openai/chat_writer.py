@@ -88,7 +88,7 @@ def message_of(events: Sequence[Event]) -> dict[str, Any]:
     """A whole message. content is null when there are calls and no text."""
     texts = "".join(item.text for item in events if isinstance(item, Text))
     thoughts = "".join(item.text for item in events if isinstance(item, Reasoning))
-    calls = [{"id": call_name(), "index": item.index, "type": "function", "function": {"name": item.name, "arguments": ""}}
+    calls: list[dict[str, Any]] = [{"id": call_name(), "index": item.index, "type": "function", "function": {"name": item.name, "arguments": ""}}
              for item in events if isinstance(item, CallStart)]
     for item in events:
         if isinstance(item, CallArguments):

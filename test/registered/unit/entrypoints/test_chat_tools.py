@@ -6,6 +6,9 @@ import json
 import numpy as np
 import openai
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kits.front import Front
 from kits.sse import collect_openai
@@ -160,13 +163,21 @@ ARGUMENTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def small_tokenizer(tmp_path_factory):
+    """Folder of a tokenizer that loads fast."""
+    folder = tmp_path_factory.mktemp("small")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a"))).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize("way", ARGUMENTS)
 @pytest.mark.parametrize("as_text", [True, False])
-def test_conversation_with_calls_reaches_the_template(config, tmp_path, way, as_text):
+def test_conversation_with_calls_reaches_the_template(small_tokenizer, tmp_path, way, as_text):
     path = tmp_path / "template.jinja"
     path.write_text("{% for message in messages %}" + TEMPLATE.partition("messages[:-1] %}")[2].partition("{{ prompt_end")[0]
                     .replace("ARGUMENTS", ARGUMENTS[way]).replace("{%- for call", "{% for call"), encoding="utf-8")
-    tokenizer = TextTokenizer(config.source.path, str(path))
+    tokenizer = TextTokenizer(small_tokenizer, str(path))
     arguments = '{"city": "Žďár"}' if as_text else {"city": "Žďár"}
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     empty = {"id": "call_2", "type": "function", "function": {"name": "get_time", "arguments": "" if as_text else {}}}
@@ -298,8 +309,6 @@ def test_template_without_tools(config, tokenizer):
 
 def test_markers_that_are_special_tokens(config, tmp_path):
     """They are read although special tokens are skipped; other special tokens stay hidden."""
-    from transformers import AutoTokenizer
-
     folder, file = config.source.path.rpartition("/")[::2]
     hf = AutoTokenizer.from_pretrained(folder, gguf_file=file) if file.endswith(".gguf") else AutoTokenizer.from_pretrained(config.source.path)
     hf.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<tool_call>", "</tool_call>"]})

@@ -23,10 +23,15 @@ CallReading = Generator[Call | None, None, None]
 
 
 class Format(Protocol):
-    """openers: markers that begin calls. markers: all texts that tokenizers may treat as special tokens."""
+    """One way of writing calls. It has no state: what was read is in the cursor."""
 
-    openers: tuple[str, ...]
-    markers: tuple[str, ...]
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """Markers that begin calls."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All texts that tokenizers may treat as special tokens."""
 
     def read(self, cursor: Cursor, tools: Tools, opener: str) -> CallReading:
         """Read what follows an opener, up to the end of the calls. Raises Malformed, and OutOfText from the cursor."""

@@ -180,6 +180,16 @@ def test_half_a_surrogate_pair_stays_an_escape():
     assert arguments.encode() == b'{"city": "\\ud83d"}'
 
 
+@pytest.mark.parametrize("name", ["glm45", "glm47", "glm5"])
+def test_last_value_without_its_end_marker(name):
+    form = Format(name, tools=TOOLS)
+    text = "<tool_call>get_weather<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>city</arg_key><arg_value>Oslo</tool_call>"
+    for end in ("", "\n"):
+        assert assert_chunking_is_irrelevant(form, text + end) == Parsed(calls=[("get_weather", {"days": 3, "city": "Oslo"})])
+    assert assert_chunking_is_irrelevant(form, text, was_cut=True) == Parsed()
+    assert assert_chunking_is_irrelevant(form, text + " more") == Parsed(text + " more")
+
+
 def test_self_closing_invoke():
     text = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>'
     assert assert_chunking_is_irrelevant(Format("deepseekv32", tools=TOOLS), text) == Parsed(calls=[NOW])
