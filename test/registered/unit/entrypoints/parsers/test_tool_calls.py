@@ -16,7 +16,7 @@ TOOLS = {
     }},
     "now": {},
 }
-MARKUP = 'raw </arg_value <tool_call> </tool_call> <｜tool▁call▁end｜> "quoted" \\ <｜DSML｜invoke name="get"> Zürich 🌸'
+MARKUP = 'raw </arg_value <tool_call> </tool_call> <｜tool▁call▁end｜> "quoted" \\ odd "} \\"} <｜DSML｜invoke name="get"> Zürich 🌸'
 
 
 def json_call(name, arguments):
@@ -110,7 +110,7 @@ def test_every_cut(name):
             assert parsed.text == text[:place]
         else:  # a part of a further opener is text
             rest = parsed.text.removeprefix("Hi.")
-            assert rest == "" or (opener.startswith(rest.strip()) and text[:place].endswith(rest.strip()))
+            assert rest == "" or (rest.strip() and opener.startswith(rest.strip()) and text[:place].endswith(rest.strip()))
     assert numbers == sorted(numbers) and numbers[-1] == 2
 
 
