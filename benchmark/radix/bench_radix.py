@@ -1,4 +1,4 @@
-"""Cost of the radix tree's verbs, beside a plain memcmp of the same bytes and beside per-token Python.
+"""Cost of the radix tree's verbs for token keys and for bigram keys, beside a plain memcmp of the same bytes and beside per-token Python.
 
     PYTHONPATH=python python benchmark/radix/bench_radix.py [--num-tokens 131072] [--page-size 64] [--repeats 15]
 
@@ -7,13 +7,13 @@ Times are medians in microseconds. Only ratios inside one run mean anything on a
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sglane.mem_cache.page_layout import PageLayout, Pages
 from sglane.mem_cache.radix_cache import RadixCache
-from sglane.mem_cache.radix_key import RadixKey, bigram_key
+from sglane.mem_cache.radix_key import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, bigram_key, token_key
 
 CP_SIZE = 4
 
@@ -41,13 +41,22 @@ def plain_prefix(a: list[int], b: list[int]) -> int:
 
 
 class Bench:
-    def __init__(self, num_tokens: int, page_size: int, repeats: int) -> None:
+    def __init__(self, num_tokens: int, page_size: int, repeats: int, bigram_keys: bool) -> None:
         self.repeats = repeats
         self.layout = PageLayout(page_size, CP_SIZE)
         self.rng = np.random.default_rng(7)
-        self.key: RadixKey = self.rng.integers(0, 150_000, num_tokens, dtype=np.int64)
+        self.kind, self.element_bytes = ("bigram", BIGRAM_BYTES) if bigram_keys else ("token", TOKEN_BYTES)
+        self.key = self.random_key(num_tokens)
         self.next_page = CP_SIZE
         self.rows: list[tuple[str, float, float]] = []  # name, us, memcmp of the same bytes in us
+
+    def random_key(self, num_elements: int) -> RadixKey:
+        if self.element_bytes == TOKEN_BYTES:
+            return token_key(self.rng.integers(0, 150_000, num_elements, dtype=np.int32))
+        return bigram_key(self.rng.integers(0, 150_000, num_elements + 1, dtype=np.int32))
+
+    def new_tree(self) -> RadixCache:
+        return RadixCache(self.layout, self.element_bytes)
 
     def pages(self, num_tokens: int) -> Pages:
         num_pages = self.layout.num_pages(num_tokens)
@@ -60,20 +69,23 @@ class Bench:
         tree.insert(hit.node, key, self.pages(len(key)))
         tree.unpin(hit.node)
 
-    def match_and_unpin(self, tree: RadixCache, key: RadixKey, num_expected: int) -> float:
-        """Median of match alone; the lease is ended outside the timed part, so each match pins its whole path anew."""
+    def match_and_unpin(self, tree: RadixCache, key: RadixKey, num_expected: int, met_before: Sequence[RadixKey] = ()) -> float:
+        """Median of match alone; the lease is ended outside the timed part, so each match pins its whole path anew. met_before: keys that are
+        looked up before each match, so that their nodes were met last."""
         held = []
 
-        def end_leases() -> None:
+        def prepare() -> None:
             for hit in held:
                 assert hit.num_tokens == num_expected, f"hit {hit.num_tokens}, not {num_expected}"
                 tree.unpin(hit.node)
                 if hit.source is not None:
                     tree.unpin(hit.source.node)
             held.clear()
+            for other in met_before:
+                tree.hint(other, "")
 
-        time_us = median_us(lambda: held.append(tree.match(key, "")), self.repeats, end_leases)
-        end_leases()
+        time_us = median_us(lambda: held.append(tree.match(key, "")), self.repeats, prepare)
+        prepare()
         return time_us
 
     def memcmp_us(self, key: RadixKey) -> float:
@@ -84,7 +96,7 @@ class Bench:
         self.rows.append((name, time_us, memcmp_us))
 
     def one_node(self) -> None:
-        tree = RadixCache(self.layout)
+        tree = self.new_tree()
         self.insert(tree, self.key)
         memcmp = self.memcmp_us(self.key)
         query = self.key.copy()
@@ -99,22 +111,26 @@ class Bench:
 
     def path_of_nodes(self, num_nodes: int) -> None:
         """A path whose nodes all have a second child, so that they stay apart."""
-        tree = RadixCache(self.layout)
-        step = len(self.key) // num_nodes
+        tree = self.new_tree()
+        step, page_size = len(self.key) // num_nodes, self.layout.page_size
+        branches = []
         for index in range(1, num_nodes + 1):
             self.insert(tree, self.key[: index * step])
-            branch = self.key[: index * step + 1].copy()
-            branch[-1:] = 200_000
-            self.insert(tree, branch)
+            if index < num_nodes:
+                branches.append(self.key[: index * step + page_size].copy())
+                branches[-1][index * step] = 200_000
+                self.insert(tree, branches[-1])
         query = self.key[: num_nodes * step].copy()
-        self.report(f"match, path of {num_nodes} nodes", self.match_and_unpin(tree, query, len(query)), self.memcmp_us(query))
+        memcmp = self.memcmp_us(query)
+        self.report(f"match, path of {num_nodes} nodes", self.match_and_unpin(tree, query, len(query)), memcmp)
+        self.report("  after a match of each branch", self.match_and_unpin(tree, query, len(query), branches), memcmp)
 
     def wide_tree(self, num_leaves: int) -> None:
         """Many children of the root; the query follows one of them."""
-        tree = RadixCache(self.layout)
+        tree = self.new_tree()
         short = 4 * self.layout.page_size
         for _ in range(num_leaves - 1):
-            self.insert(tree, self.rng.integers(0, 150_000, short, dtype=np.int64))
+            self.insert(tree, self.random_key(short))
         self.insert(tree, self.key)
         query = self.key.copy()
         self.report(f"match, tree of {num_leaves} leaves", self.match_and_unpin(tree, query, len(query)), self.memcmp_us(query))
@@ -127,7 +143,7 @@ class Bench:
 
     def insert_fresh(self) -> None:
         """Into an empty tree, in memory that was in use before (else page faults of the copied key are most of the cost)."""
-        pages, tree = self.pages(len(self.key)), RadixCache(self.layout)
+        pages, tree = self.pages(len(self.key)), self.new_tree()
         leases = []
 
         def empty() -> None:
@@ -140,14 +156,15 @@ class Bench:
         self.report("insert, fresh", median_us(lambda: tree.insert(leases[0], self.key, pages), self.repeats, empty), self.memcmp_us(self.key))
 
     def packing(self) -> None:
-        tokens = self.key.astype(np.int32)
+        tokens = self.rng.integers(0, 150_000, len(self.key), dtype=np.int32)
         as_list = tokens.tolist()
         fast = median_us(lambda: bigram_key(tokens), self.repeats)
         slow = median_us(lambda: list(zip(as_list, as_list[1:])), self.repeats)
         print(f"bigram packing: {fast * 1000 / len(tokens):.2f} ns a token; list of tuples {slow * 1000 / len(tokens):.1f} ns a token")
 
     def print_table(self) -> None:
-        print(f"{len(self.key)} tokens, page size {self.layout.page_size}, {CP_SIZE} lanes, median of {self.repeats}")
+        sizes = f"{len(self.key)} of {self.element_bytes} bytes, page size {self.layout.page_size}, {CP_SIZE} lanes"
+        print(f"{self.kind} keys: {sizes}, median of {self.repeats}")
         print(f"{'':36}{'us':>10}{'memcmp us':>12}{'ratio':>8}")
         for name, time_us, memcmp_us in self.rows:
             compare = f"{memcmp_us:12.1f}{time_us / memcmp_us:8.2f}" if memcmp_us else f"{'-':>12}{'-':>8}"
@@ -160,13 +177,15 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    bench = Bench(args.num_tokens, args.page_size, args.repeats)
-    bench.one_node()
-    bench.path_of_nodes(64)
-    bench.wide_tree(4096)
-    bench.insert_fresh()
-    bench.print_table()
-    bench.packing()
+    for bigram_keys in (False, True):
+        bench = Bench(args.num_tokens, args.page_size, args.repeats, bigram_keys)
+        bench.one_node()
+        bench.path_of_nodes(64)
+        bench.wide_tree(4096)
+        bench.insert_fresh()
+        bench.print_table()
+        if bigram_keys:
+            bench.packing()
 
 
 if __name__ == "__main__":

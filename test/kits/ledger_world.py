@@ -9,7 +9,7 @@ import numpy as np
 
 from sglane.mem_cache.kv_ledger import Holding, KVLedger
 from sglane.mem_cache.page_layout import PageLayout, Shortfall
-from sglane.mem_cache.radix_key import common_prefix
+from sglane.mem_cache.radix_key import bigram_key, common_prefix, token_key
 
 POISON = -1
 
@@ -17,7 +17,8 @@ POISON = -1
 @dataclass(eq=False)
 class Request:
     namespace: str
-    tokens: np.ndarray  # int64, prompt and everything it will ever generate
+    tokens: np.ndarray  # int32, prompt and everything it will ever generate
+    contents: np.ndarray  # what its rows hold: the key of all tokens
     num_prompt: int
     holding: Holding
     row: list[int] = field(default_factory=list)  # the executors' page table row, changed by deltas only
@@ -40,9 +41,10 @@ class Read:
 
 
 class LedgerWorld:
-    def __init__(self, page_size, cp_size, num_rows, num_slots, prefix_cache=True):
+    def __init__(self, page_size, cp_size, num_rows, num_slots, prefix_cache=True, bigram_keys=False):
         self.layout = PageLayout(page_size, cp_size)
-        self.ledger = KVLedger(self.layout, num_rows, num_slots, prefix_cache, record_reusable=True)
+        self.ledger = KVLedger(self.layout, num_rows, num_slots, prefix_cache, record_reusable=True, bigram_keys=bigram_keys)
+        self.key = bigram_key if bigram_keys else token_key
         self.pool = np.full((num_rows * cp_size, page_size), POISON, np.int64)
         self.matched, self.running = [], []
         self.plan_copies, self.plan_entries = [], []
@@ -56,15 +58,16 @@ class LedgerWorld:
 
     def match(self, tokens, num_prompt, namespace):
         limit = num_prompt - 1
-        hint = self.ledger.hint(tokens[:limit], namespace)
-        holding = self.ledger.match(tokens[:num_prompt], namespace, limit)
-        best = max((common_prefix(tokens[:limit], key) for space, key in self.inserted if space == namespace), default=0)
+        prompt = self.key(tokens[:num_prompt])
+        hint = self.ledger.hint(prompt[:limit], namespace)
+        holding = self.ledger.match(prompt, namespace, limit)
+        best = max((common_prefix(prompt[:limit], key) for space, key in self.inserted if space == namespace), default=0)
         assert holding.num_cached_tokens == hint <= best
         if self.ledger.prefix_cache and not self.ever_evicted:
             assert hint == best, f"hit {hint}, but {best} tokens were inserted"
         assert holding.num_cached_device == hint and holding.num_cached_host == 0
         self.num_hits += hint > 0
-        self.matched.append(Request(namespace, tokens, num_prompt, holding))
+        self.matched.append(Request(namespace, tokens, self.key(tokens), num_prompt, holding))
 
     def cancel(self, request):
         self.ledger.cancel(request.holding)
@@ -98,10 +101,10 @@ class LedgerWorld:
         self.enter_plan(request, num_tokens)
 
     def extend(self, request, num_new_tokens):
-        if request.planned or request.num_issued == len(request.tokens):
+        if request.planned or request.num_issued == len(request.contents):
             return
         decode = request.num_issued >= request.num_prompt
-        limit = len(request.tokens) if decode else request.num_prompt
+        limit = len(request.contents) if decode else request.num_prompt
         num_tokens = min(request.num_issued + (1 if decode else num_new_tokens), limit)
         num_pages = self.layout.num_pages(num_tokens) - len(request.row)
         before, others = self.state(), self.unreachable(request.holding)
@@ -115,7 +118,7 @@ class LedgerWorld:
         self.enter_plan(request, num_tokens)
 
     def publish(self, request):
-        known = request.tokens[: request.num_known]
+        known = self.key(request.tokens[: request.num_known])
         change = self.ledger.publish(request.holding, known)
         self.inserted.append((request.namespace, known[: len(known) // self.layout.page_size * self.layout.page_size]))
         if change is not None:
@@ -130,7 +133,7 @@ class LedgerWorld:
         if request.planned:  # aborted before its plan was issued
             self.plan_entries.remove(request)
             self.plan_copies = [copy for copy in self.plan_copies if copy[0] is not request]
-        key = request.tokens[: min(num_kept, request.num_known)]
+        key = self.key(request.tokens[: min(num_kept, request.num_known)])
         self.ledger.release(request.holding, key)
         self.inserted.append((request.namespace, key))
         self.running.remove(request)
@@ -162,7 +165,7 @@ class LedgerWorld:
             read.request.num_retired = max(read.request.num_retired, read.num_rows)
         for request, (source, _, num_rows) in copies:  # a slow rank copies only now
             start = request.holding.num_cached_tokens - num_rows
-            assert self.pool[source, :num_rows].tolist() == request.tokens[start : start + num_rows].tolist()
+            assert self.pool[source, :num_rows].tolist() == request.contents[start : start + num_rows].tolist()
         self.ledger.retired(step)
 
     def flush(self):
@@ -186,21 +189,22 @@ class LedgerWorld:
         assert (pages >= self.layout.cp_size).all()
         shared = np.isin(pages, request.holding.pages[: request.holding.num_tree_pages])
         assert not shared.any(), "a page of the tree is written"
-        self.pool[pages, positions % self.layout.page_size] = request.tokens[start:stop]
+        self.pool[pages, positions % self.layout.page_size] = request.contents[start:stop]
 
     def check_read(self, read):
         held = self.pool[read.row].reshape(-1)[: read.num_rows]
-        expected = read.request.tokens[: read.num_rows]
+        expected = read.request.contents[: read.num_rows]
         assert np.array_equal(held, expected), f"rows hold {held.tolist()}, not {expected.tolist()} (pages {read.row.tolist()})"
 
     def check_tree(self):
         """Each node's pages hold exactly its key."""
+        dtype = self.key(np.zeros(0, np.int32)).dtype
         for root in self.ledger._tree.roots().values():
             stack = list(root.children)
             while stack:
                 node = stack.pop()
                 stack += node.children
-                key = np.frombuffer(node.key, np.int64)
+                key = np.frombuffer(node.key, dtype)
                 held = self.pool[node.pages].reshape(-1)[: len(key)]
                 assert np.array_equal(held, key), f"node {node.id}: pages {node.pages.tolist()} hold {held.tolist()}, not {key.tolist()}"
 

@@ -162,6 +162,7 @@ class Planner:
 
     def run(self) -> None:
         """Until told to stop. Raises EngineFailure when the engine cannot go on."""
+        self._last_progress_s = [time.monotonic()] * self._args.cp_size  # loading weights took its time
         while not self._is_drained():
             self._receive()
             plan = self.scheduler.next_plan()

@@ -14,7 +14,7 @@ from sglane.mem_cache.owner_policy import decode_owner, prefill_owners
 from sglane.mem_cache.page_layout import NO_PAGES, Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
 from sglane.mem_cache.page_supply import PageSupply
 from sglane.mem_cache.radix_cache import RadixCache
-from sglane.mem_cache.radix_key import RadixKey
+from sglane.mem_cache.radix_key import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, check_key
 from sglane.utils import fallback
 
 __all__ = ["Admission", "Holding", "KVLedger", "LedgerError", "RowChange", "Shortfall", "TailCopyOrder"]
@@ -22,15 +22,24 @@ __all__ = ["Admission", "Holding", "KVLedger", "LedgerError", "RowChange", "Shor
 
 class KVLedger:
     """num_rows: rows of each lane, the sink row included. prefix_cache=False: no request finds or leaves anything in the tree.
-    record_reusable: keep the list that drain_reusable() returns."""
+    record_reusable: keep the list that drain_reusable() returns. bigram_keys: all keys are bigram keys (int64), else token keys (int32); a key of
+    the other type raises ValueError before anything is changed."""
 
-    def __init__(self, layout: PageLayout, num_rows: int, num_slots: int, prefix_cache: bool = True, record_reusable: bool = False) -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_rows: int,
+        num_slots: int,
+        prefix_cache: bool = True,
+        record_reusable: bool = False,
+        bigram_keys: bool = False,
+    ) -> None:
         self.layout = layout
         self.prefix_cache = prefix_cache
         self.num_rows = num_rows
         self.num_slots = num_slots
         self._allocator = LaneAllocator(layout, num_rows, record_reusable)
-        self._tree = RadixCache(layout)
+        self._tree = RadixCache(layout, BIGRAM_BYTES if bigram_keys else TOKEN_BYTES)
         self._supply = PageSupply(layout, self._allocator, self._tree)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._holdings: dict[int, Holding] = {}  # open ones, by serial number
@@ -44,10 +53,12 @@ class KVLedger:
 
     def hint(self, key: RadixKey, namespace: str) -> int:
         """Valid tokens the tree has now for this key. Takes no lease and counts as no use: for ordering only."""
+        check_key(key, self._tree.element_bytes)
         return self._tree.hint(key, namespace) if self.prefix_cache else 0
 
     def match(self, key: RadixKey, namespace: str, max_tokens: int) -> Holding:
         """Lease the longest cached prefix of at most max_tokens tokens, exact to the token. End it by admit + release, or by cancel."""
+        check_key(key, self._tree.element_bytes)
         limit = max(max_tokens, 0) if self.prefix_cache else 0
         self._next_serial += 1
         holding = Holding(self._next_serial, self._tree.match(key[:limit], namespace), self.layout.cp_size)
@@ -119,6 +130,7 @@ class KVLedger:
         """Give the tree the whole pages of `key` = all tokens whose value and row are known. Where the tree had them already the row moves to
         the canonical pages (returned, for the next plan) and the duplicates are freed; None: the row is unchanged."""
         holding.expect(ADMITTED)
+        check_key(key, self._tree.element_bytes)
         first, num_whole = holding.num_tree_pages, len(key) // self.layout.page_size
         if not self.prefix_cache or num_whole <= first:
             return None
@@ -129,6 +141,7 @@ class KVLedger:
         """The request has ended, and so has the last step that was issued with its slot. Its rows for `key` stay in the tree, the valid tail
         included; the rest, with an empty key everything private, is freed. Ends the leases and frees the slot."""
         holding.expect(ADMITTED)
+        check_key(key, self._tree.element_bytes)
         was_issued = holding.source is None  # else not even the tail copy has been ordered: no private row is valid
         if self.prefix_cache and was_issued and len(key) > holding.num_tree_pages * self.layout.page_size:
             self._insert(holding, key)
@@ -196,13 +209,13 @@ class KVLedger:
 
     def _insert(self, holding: Holding, key: RadixKey) -> Pages:
         """Walk, move the row to canonical pages, then free duplicates. Returns the canonical pages that replaced the row's."""
-        page_size, first = self.layout.page_size, holding.num_tree_pages
+        first = holding.num_tree_pages
         own = holding.private_pages
         if holding.source is not None:
             raise LedgerError(f"holding {holding.serial}: rows are published before the step with its tail copy is issued")
-        if len(key) > len(holding.pages) * page_size:
+        if len(key) > len(holding.pages) * self.layout.page_size:
             raise LedgerError(f"holding {holding.serial}: {len(key)} rows are published, but its {len(holding.pages)} pages cannot have them")
-        insertion = self._tree.insert(holding.lease, key[first * page_size :], own)
+        insertion = self._tree.insert(holding.lease, key, own)
         duplicates = own[: len(insertion.canonical)].copy()
         old_lease = holding.lease
         self._tree.pin(insertion.end)

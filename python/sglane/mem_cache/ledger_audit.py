@@ -8,7 +8,6 @@ from sglane.mem_cache.holding import ADMITTED, MATCHED, Holding
 from sglane.mem_cache.lane_allocator import LaneAllocator
 from sglane.mem_cache.page_layout import NO_PAGES, LedgerError, PageLayout, Pages
 from sglane.mem_cache.radix_cache import RadixCache
-from sglane.mem_cache.radix_key import ELEMENT_BYTES
 from sglane.mem_cache.radix_node import Node
 
 
@@ -19,7 +18,7 @@ def audit_ledger(allocator: LaneAllocator, tree: RadixCache, holdings: Sequence[
     _audit_pages(allocator, nodes, holdings)
     root_ids = {root.id for root in tree.roots().values()}
     for node in nodes:
-        _audit_node(node, tree.layout, is_root=node.id in root_ids)
+        _audit_node(node, tree, is_root=node.id in root_ids)
     _audit_sizes(tree, nodes)
     _audit_leases(nodes, holdings)
     _audit_rows(tree.layout, holdings)
@@ -57,15 +56,20 @@ def _audit_pages(allocator: LaneAllocator, nodes: list[Node], holdings: Sequence
         raise LedgerError(f"pages in no class: {layout.describe(lost) or 'none'}; pages that do not exist: {layout.describe(foreign) or 'none'}")
 
 
-def _audit_node(node: Node, layout: PageLayout, is_root: bool) -> None:
-    page_bytes = layout.page_size * ELEMENT_BYTES
+def _audit_node(node: Node, tree: RadixCache, is_root: bool) -> None:
+    layout = tree.layout
+    page_bytes = layout.page_size * tree.element_bytes
     is_tail = len(node.key) % page_bytes != 0
     parent_path = layout.no_counts() if node.parent is None else node.parent.path_lanes
+    start = 0 if node.parent is None else node.parent.end
     checks = {
         "its children are sorted and start differently": all(a < b for a, b in zip(node.heads, node.heads[1:])),
         "its heads are its children's first pages": node.heads == [child.key[:page_bytes] for child in node.children],
         "its children know it": all(child.parent is node for child in node.children),
+        "the child met last is one of them": node.recent is None or node.recent in node.children,
         "an inner node has whole pages": not (is_tail and node.children),
+        "its end and span are those of its key": (node.end, node.span) == (start + len(node.key), slice(start, node.end)),
+        "its key has whole elements": len(node.key) % tree.element_bytes == 0,
         "its pages cover its key": len(node.pages) == -(-len(node.key) // page_bytes),
         "only roots are empty": (node.parent is None) == (not node.key) == is_root,
         "its path counts add up": np.array_equal(node.path_lanes, parent_path + layout.lane_counts(node.pages)),

@@ -13,12 +13,11 @@ import numpy as np
 
 from sglane.mem_cache.evict_policy import plan_eviction
 from sglane.mem_cache.page_layout import NO_PAGES, LaneCounts, PageLayout, Pages
-from sglane.mem_cache.radix_key import ELEMENT_BYTES, RadixKey, key_view
+from sglane.mem_cache.radix_key import RadixKey, key_view
 from sglane.mem_cache.radix_node import Node
 
 #: A leaf grows in place up to this many tokens; a longer one is continued by a child, so that growing and splitting stay cheap.
 MAX_GROWN_TOKENS = 16384
-_FEW_CHILDREN = 3  # so many are tried in turn: cheaper than a search, if one of them matches completely
 
 
 class TailSource(NamedTuple):
@@ -47,17 +46,25 @@ class Insertion(NamedTuple):
 
 class _Walk(NamedTuple):
     node: Node  # matched completely, ends at a page boundary
-    num_bytes: int  # of the query, matched down to `node`
     inside: Node | None  # the child in which the walk ended
     num_bytes_inside: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the query, matched from the root on."""
+        return self.node.end + self.num_bytes_inside
+
 
 class RadixCache:
-    """The one writer of tree shape, leases and the logical clock."""
+    """The one writer of tree shape, leases and the logical clock.
 
-    def __init__(self, layout: PageLayout) -> None:
+    element_bytes: TOKEN_BYTES or BIGRAM_BYTES of radix_key; a key of another type raises ValueError.
+    """
+
+    def __init__(self, layout: PageLayout, element_bytes: int) -> None:
         self.layout = layout
-        self._page_bytes = layout.page_size * ELEMENT_BYTES
+        self.element_bytes = element_bytes
+        self._page_bytes = layout.page_size * element_bytes
         self._roots: dict[str, Node] = {}
         self._namespaces: dict[int, str] = {}  # root id -> its namespace
         self._next_id = 0
@@ -76,47 +83,51 @@ class RadixCache:
         return self._evictable.copy()
 
     def hint(self, key: RadixKey, namespace: str) -> int:
-        """Tokens a match would find now. Changes nothing."""
+        """Tokens a match would find now. Changes nothing (but which children are tried first)."""
+        query = key_view(key, self.element_bytes)
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        walk = self._walk(root, key_view(key))
-        return (walk.num_bytes + walk.num_bytes_inside) // ELEMENT_BYTES
+        walk = self._walk(root, query)
+        return walk.num_bytes // self.element_bytes
 
     def match(self, key: RadixKey, namespace: str) -> Match:
         """The longest prefix of `key` with KV rows, leased at once."""
+        query = key_view(key, self.element_bytes)
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = self._new_node(None, b"", NO_PAGES, self.layout.no_counts())
             self._namespaces[root.id] = namespace
-        walk = self._walk(root, key_view(key))
+        walk = self._walk(root, query)
+        num_bytes = walk.num_bytes
         node, source = self._cut_inside(walk), None
         self._clock += 1
         if walk.num_bytes_inside % self._page_bytes:
             assert walk.inside is not None
-            num_tokens = walk.num_bytes_inside % self._page_bytes // ELEMENT_BYTES
+            num_tokens = walk.num_bytes_inside % self._page_bytes // self.element_bytes
             source = TailSource(walk.inside, int(walk.inside.pages[0]), num_tokens)
             source.node.touch(self._clock)
             self.pin(source.node)
-        node.touch(self._clock)
-        self.pin(node)
-        return Match(node, node.pages_below(root), source, (walk.num_bytes + walk.num_bytes_inside) // ELEMENT_BYTES)
+        top, pages = node.lease_path(self._clock)
+        self._settle(node, None, top.path_lanes - node.path_lanes)
+        return Match(node, pages, source, num_bytes // self.element_bytes)
 
     def insert(self, start: Node, key: RadixKey, pages: Pages) -> Insertion:
-        """Continue the leased node `start` by `key`, whose rows are in `pages`. Pages that the tree takes belong to it from now on.
+        """Continue the leased node `start` to the end of `key`. `key` is a whole key that begins with the path to `start`; `pages` has the rows
+        after that. Pages that the tree takes belong to it from now on.
 
         A key that ends inside a page leaves a valid tail, unless the tree has those tokens already.
         """
-        query = key_view(key)
+        query = key_view(key, self.element_bytes)
         walk = self._walk(start, query)
-        num_found = walk.num_bytes + walk.num_bytes_inside
+        num_found = walk.num_bytes
         end = self._cut_inside(walk)
         num_whole = num_found - num_found % self._page_bytes
         canonical = end.pages_below(start)
         dropped, num_taken = NO_PAGES, 0
         if num_found < len(query):
             dropped = self._drop_superseded_by(end, query[num_whole : num_whole + self._page_bytes])
-            offered = pages[len(canonical) : -(-len(query) // self._page_bytes)]
+            offered = pages[len(canonical) : -(-(len(query) - start.end) // self._page_bytes)]
             num_taken = len(offered)
             end = self._attach(end, bytes(query[num_whole:]), offered, own_leases=1 if end is start else 0)
         self._clock += 1
@@ -179,25 +190,27 @@ class RadixCache:
         return self._leaves
 
     def _walk(self, node: Node, query: memoryview) -> _Walk:
-        """Follow `query` (bytes) down from the end of `node`. One memcmp for each node on the way."""
-        position, end, page_bytes = 0, len(query), self._page_bytes
-        while position < end:
-            children = node.children
-            if not children:
-                break
-            for child in children if len(children) <= _FEW_CHILDREN else ():
-                key = child.key
-                stop = position + len(key)
-                if stop <= end and key.startswith(query[position:stop]) and not len(key) % page_bytes:
-                    node, position = child, stop
-                    break
-            else:
-                child, common = node.best_child(query[position:], page_bytes)
-                if common < len(child.key) or common % page_bytes:
-                    return _Walk(node, position, child if common else None, common)
+        """Follow `query` (bytes of a whole key, known to match down to the end of `node`) further. One slice and one memcmp for each node whose
+        child that was met last is met again."""
+        end, page_bytes = len(query), self._page_bytes
+        while node.end < end:
+            while node.end < end and (child := node.recent) is not None and child.key.startswith(query[child.span]):
                 node = child
-                position += common
-        return _Walk(node, position, None, 0)
+            if node.end > end or len(node.key) % page_bytes:  # the last child is longer than the rest of the query, or a tail
+                parent, num_bytes = node.parent, len(node.key)
+                assert parent is not None
+                if node.end >= end or num_bytes > page_bytes:
+                    return _Walk(parent, node, min(num_bytes, end - parent.end))
+                node = parent  # another child may begin with this tail and go on
+            if node.end == end or not node.children:
+                break
+            child, common = node.best_child(query[node.end :], page_bytes)
+            if common < len(child.key) or common % page_bytes:
+                common -= common % self.element_bytes
+                return _Walk(node, child if common else None, common)
+            node.meet(child)
+            node = child
+        return _Walk(node, None, 0)
 
     def _cut_inside(self, walk: _Walk) -> Node:
         """The node where the walk's whole pages end; splits the node in which the walk ended if they end there."""
@@ -216,7 +229,7 @@ class RadixCache:
         """New pages at the end of `parent`: it grows in place if nobody else's lease ends there, else it gets a child."""
         lanes = self.layout.lane_counts(pages)
         grown = len(parent.key) + len(key)
-        if parent.parent is not None and not parent.children and parent.leases == own_leases and grown <= MAX_GROWN_TOKENS * ELEMENT_BYTES:
+        if parent.parent is not None and not parent.children and parent.leases == own_leases and grown <= MAX_GROWN_TOKENS * self.element_bytes:
             parent.append(key, pages, lanes)
             self._settle(parent, lanes, None if parent.is_pinned else lanes)
             return parent

@@ -1,61 +1,70 @@
-"""Keys of the radix tree: int64 arrays, compared as bytes.
+"""Keys of the radix tree: integer arrays, compared as bytes.
 
-A key element is a token id, or a pair of neighbouring token ids packed into one number when draft planes exist (the draft's row i depends on
-token i + 1). The tree does not know which.
+A key element is a token id (int32, as token ids travel), or a pair of neighbouring token ids packed into one int64 when draft planes exist
+(the draft's row i depends on token i + 1). Which of them is decided once for a tree, by the bytes of an element; the tree knows no more.
 """
 import numpy as np
 import numpy.typing as npt
 
-RadixKey = npt.NDArray[np.int64]  # [n] one element for each reusable KV row
+RadixKey = npt.NDArray[np.int32] | npt.NDArray[np.int64]  # [n] one element for each reusable KV row
 
-ELEMENT_BYTES = 8  # of a key
-_FIRST_BLOCK_TOKENS = 512
-_SCAN_TOKENS = 64  # below this, one numpy compare is cheaper than further halving
-
-
-def token_key(tokens: npt.NDArray[np.int32]) -> RadixKey:
-    """int32 [n] token ids -> int64 [n] key, one element a token."""
-    return tokens.astype(np.int64)
+TOKEN_BYTES, BIGRAM_BYTES = 4, 8  # of a key element
+_DTYPES: dict[int, np.dtype[np.int32] | np.dtype[np.int64]] = {TOKEN_BYTES: np.dtype(np.int32), BIGRAM_BYTES: np.dtype(np.int64)}
+_FIRST_BLOCK_BYTES = 4096
+_LAST_BLOCK_BYTES = 65536
+_SCAN_BYTES = 2048  # below this, one numpy compare is cheaper than further halving
 
 
-def bigram_key(tokens: npt.NDArray[np.int32]) -> RadixKey:
+def token_key(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """int32 [n] token ids -> the same array: one element a token. Raises ValueError for another type."""
+    check_key(tokens, TOKEN_BYTES)
+    return tokens
+
+
+def bigram_key(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """int32 [n] token ids -> int64 [max(n - 1, 0)] key, element i = (t[i] << 32) | t[i + 1]; ids must not be negative."""
+    check_key(tokens, TOKEN_BYTES)
     key = tokens[:-1].astype(np.int64)
     key <<= 32
     key |= tokens[1:]
     return key
 
 
-def key_view(key: RadixKey) -> memoryview:
-    """The key's bytes without a copy (with one, if the array is not contiguous)."""
-    if key.dtype != np.int64 or key.ndim != 1:
-        raise ValueError(f"a radix key is int64 [n], not {key.dtype} {list(key.shape)}")
+def check_key(key: RadixKey, element_bytes: int) -> None:
+    """Raises ValueError unless this is a key [n] whose elements have the type of this size."""
+    if key.dtype != _DTYPES[element_bytes] or key.ndim != 1:
+        raise ValueError(f"a radix key is {_DTYPES[element_bytes]} [n] here, not {key.dtype} {list(key.shape)}")
+
+
+def key_view(key: RadixKey, element_bytes: int) -> memoryview:
+    """The checked key's bytes without a copy (with one, if the array is not contiguous)."""
+    check_key(key, element_bytes)
     return np.ascontiguousarray(key).data.cast("B") if len(key) else memoryview(b"")
 
 
 def common_prefix(a: RadixKey, b: RadixKey) -> int:
-    """Number of leading elements that are equal."""
-    return common_prefix_bytes(np.ascontiguousarray(a).tobytes(), key_view(b)) // ELEMENT_BYTES
+    """Number of leading elements that are equal. Raises ValueError for keys of different types."""
+    element_bytes = a.dtype.itemsize
+    return common_prefix_bytes(bytes(key_view(a, element_bytes)), key_view(b, element_bytes)) // element_bytes
 
 
 def common_prefix_bytes(key: bytes, query: memoryview) -> int:
-    """Length in bytes, cut to whole elements, of the common prefix of two keys' bytes.
+    """Length in bytes of the common prefix of two keys' bytes; it may end inside an element.
 
-    memcmp over blocks of doubling size finds the block with the first difference, halving finds the place, one numpy compare the element.
+    memcmp over blocks of growing size finds the block with the first difference, halving finds the place, one numpy compare the byte.
     """
-    low, end = 0, min(len(key), len(query)) // ELEMENT_BYTES  # elements; [0, low) is known to be equal
-    high = min(_FIRST_BLOCK_TOKENS, end)
-    while key.startswith(query[low * ELEMENT_BYTES : high * ELEMENT_BYTES], low * ELEMENT_BYTES):
+    low, end = 0, min(len(key), len(query))  # [0, low) is known to be equal
+    high = min(_FIRST_BLOCK_BYTES, end)
+    while key.startswith(query[low:high], low):
         if high == end:
-            return end * ELEMENT_BYTES
-        low, high = high, min(3 * high - 2 * low, end)
-    while high - low > _SCAN_TOKENS:  # the first difference is in [low, high)
+            return end
+        low, high = high, min(3 * high - 2 * low, high + _LAST_BLOCK_BYTES, end)
+    while high - low > _SCAN_BYTES:  # the first difference is in [low, high)
         middle = (low + high) // 2
-        if key.startswith(query[low * ELEMENT_BYTES : middle * ELEMENT_BYTES], low * ELEMENT_BYTES):
+        if key.startswith(query[low:middle], low):
             low = middle
         else:
             high = middle
-    start = low * ELEMENT_BYTES
-    ours = np.frombuffer(key, np.int64, high - low, start)
-    theirs = np.frombuffer(query, np.int64, high - low, start)
-    return (low + int((ours != theirs).argmax())) * ELEMENT_BYTES
+    ours = np.frombuffer(key, np.uint8, high - low, low)
+    theirs = np.frombuffer(query, np.uint8, high - low, low)
+    return low + int((ours != theirs).argmax())

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from kits.audit import assert_clean, wait_idle
+from kits.checkpoints import tiny
 from kits.server import Server
 
 SECONDS = 15.0
@@ -41,6 +42,25 @@ def test_sigkill_of_a_child_mid_request(victim):
         assert any(status >= 500 for status, _ in results), f"nobody got a clear error: {results}"
         assert server.wait_exit(SECONDS) != 0
         assert server.health() == 0
+
+
+def test_a_rank_that_hangs_is_found_by_the_watchdog():
+    """SIGSTOP: the process lives, but its steps make no progress."""
+    with Server("--model-path", str(tiny("llama")), "--skip-tokenizer-init", "--watchdog-timeout-s", "3") as server:
+        results = []
+
+        def ask():
+            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+            results.append(httpx.post(server.url + "/generate", json=body, timeout=60))
+
+        client = threading.Thread(target=ask)
+        client.start()
+        time.sleep(0.3)
+        server.processes("sglane::executor")[0].send_signal(signal.SIGSTOP)
+        client.join(3 + SECONDS)
+        assert not client.is_alive(), f"the client hangs\n{server.log_tail()}"
+        assert results[0].status_code == 503 and "progress" in results[0].text, results[0].text
+        assert server.wait_exit(SECONDS) != 0
 
 
 def test_a_bad_model_path_ends_with_its_name():

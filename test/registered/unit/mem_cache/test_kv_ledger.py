@@ -4,11 +4,12 @@ import pytest
 
 from sglane.mem_cache.kv_ledger import KVLedger, LedgerError, Shortfall
 from sglane.mem_cache.page_layout import PageLayout
+from sglane.mem_cache.radix_key import bigram_key, token_key
 from sglane.utils import fallback
 
 
 def key_of(start, stop):
-    return np.arange(start, stop, dtype=np.int64)
+    return np.arange(start, stop, dtype=np.int32)
 
 
 def idle(ledger):
@@ -293,6 +294,41 @@ def test_an_admission_without_a_slot_or_without_work_raises():
     assert not ledger.has_free_slot()
     with pytest.raises(LedgerError, match="slots"):
         admit(ledger, key_of(900, 904))
+
+
+@pytest.mark.parametrize("bigram_keys", [False, True])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_key_of_another_type_is_refused_at_every_door(bigram_keys, prefix_cache):
+    """Even where nothing would be compared, and before anything is changed. An empty key has a type too."""
+    ledger = ledger_of(12, bigram_keys=bigram_keys, prefix_cache=prefix_cache)
+    right, wrong = (np.int64, np.int32) if bigram_keys else (np.int32, np.int64)
+    key = key_of(0, 8).astype(right)
+    holding, _ = admit(ledger, key)
+    before = ledger.snapshot()
+    for refused in (key.astype(wrong), key[:0].astype(wrong), key.astype(np.uint32), key.astype(key.dtype.newbyteorder()), key.reshape(2, 4)):
+        for door in (
+            lambda key: ledger.hint(key, "new"),
+            lambda key: ledger.match(key, "new", 4),
+            lambda key: ledger.publish(holding, key),
+            lambda key: ledger.release(holding, key),
+        ):
+            with pytest.raises(ValueError, match=f"is {np.dtype(right)}"):
+                door(refused)
+            ledger.audit()
+            assert ledger.snapshot() == before
+    ledger.release(holding, key)
+    assert ledger.hint(key, "") == (8 if prefix_cache else 0) and ledger.hint(key[:0], "") == 0
+
+
+def test_token_and_bigram_ledgers_find_the_same_prefixes():
+    """T known tokens are T - 1 bigrams, and two prompts that share S tokens share S - 1."""
+    tokens = np.arange(20, dtype=np.int32) << 12
+    other = np.concatenate((tokens[:10], tokens[:5]))
+    for bigram_keys, make_key, num_hit in ((False, token_key, 10), (True, bigram_key, 9)):
+        ledger = ledger_of(12, bigram_keys=bigram_keys)
+        leave_cached(ledger, make_key(tokens))
+        assert ledger.hint(make_key(other), "") == num_hit
+        assert ledger.hint(make_key(tokens), "") == len(make_key(tokens))
 
 
 def damage_page(ledger):

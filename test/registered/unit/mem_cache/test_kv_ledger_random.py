@@ -24,7 +24,7 @@ def run(world, ops):
         if name == "match" and len(world.matched) < 3:
             num_prompt = int(rng.integers(1, 5 * world.layout.page_size + 6))
             # Long common beginnings, a few places to part, and generated tokens that coincide often.
-            tokens = (np.arange(60 + num_prompt) % 7).astype(np.int64)
+            tokens = (np.arange(60 + num_prompt) % 7).astype(np.int32)
             changed = rng.integers(0, len(tokens), 2)
             tokens[changed[rng.random(2) < 0.5]] = 9
             world.match(tokens, num_prompt, "" if rng.random() < 0.8 else "other")
@@ -77,17 +77,17 @@ geometries = st.tuples(st.sampled_from([1, 4, 16]), st.integers(1, 4))
 
 
 @settings(max_examples=150)
-@given(geometries, st.integers(3, 8), op_lists)
-def test_small_pools(geometry, num_rows, ops):
+@given(geometries, st.integers(3, 8), st.booleans(), op_lists)
+def test_small_pools(geometry, num_rows, bigram_keys, ops):
     page_size, cp_size = geometry
-    run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4), ops)
+    run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4, bigram_keys=bigram_keys), ops)
 
 
 @settings(max_examples=50)
-@given(geometries, op_lists)
-def test_large_pools_find_everything_that_was_inserted(geometry, ops):
+@given(geometries, st.booleans(), op_lists)
+def test_large_pools_find_everything_that_was_inserted(geometry, bigram_keys, ops):
     page_size, cp_size = geometry
-    world = LedgerWorld(page_size, cp_size, num_rows=600, num_slots=8)
+    world = LedgerWorld(page_size, cp_size, num_rows=600, num_slots=8, bigram_keys=bigram_keys)
     run(world, ops)
     assert not world.ever_evicted
 
@@ -103,10 +103,11 @@ def test_without_a_prefix_cache(geometry, ops):
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_long_runs_meet_every_case(page_size, cp_size):
+@pytest.mark.parametrize("bigram_keys", [False, True])
+def test_long_runs_meet_every_case(page_size, cp_size, bigram_keys):
     """One long fixed run for each geometry; it must have seen hits, copies, waiting, eviction and moved rows (so the random tests can fail)."""
     rng = np.random.default_rng(page_size * 10 + cp_size)
-    world = LedgerWorld(page_size, cp_size, 2 + max(24 // (page_size * cp_size), 14 // cp_size), num_slots=5)
+    world = LedgerWorld(page_size, cp_size, 2 + max(24 // (page_size * cp_size), 14 // cp_size), num_slots=5, bigram_keys=bigram_keys)
     names = [OPS[index] for index in rng.integers(0, len(OPS), 900)]
     run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"])
     seen = {"hits": world.num_hits, "copies": world.num_copies, "waits": world.num_pending, "evictions": world.num_evicted,

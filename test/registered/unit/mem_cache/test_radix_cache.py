@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.mem_cache.radix_cache import RadixCache
-from sglane.mem_cache.radix_key import common_prefix
+from sglane.mem_cache.radix_key import BIGRAM_BYTES, TOKEN_BYTES, common_prefix
 
 
 class TreeWorld:
     """A tree whose pages have contents: a dict page -> the key elements written there."""
 
-    def __init__(self, page_size, cp_size=2):
+    def __init__(self, page_size, cp_size=2, element_bytes=TOKEN_BYTES):
         self.layout = PageLayout(page_size, cp_size)
-        self.tree = RadixCache(self.layout)
+        self.tree = RadixCache(self.layout, element_bytes)
         self.contents = {}
         self.next_page = cp_size
         self.sequences = []
@@ -55,17 +55,27 @@ class TreeWorld:
 
 
 def key_of(tokens):
-    return np.array(tokens, np.int64)
+    return np.array(tokens, np.int32)
 
 
-KEYS = st.lists(st.integers(0, 1), max_size=14).map(key_of)
+# Elements that differ in one byte of any place: a common prefix in bytes often ends inside an element.
+ELEMENTS = {TOKEN_BYTES: (0, 1, 1 << 8, 1 << 24), BIGRAM_BYTES: (0, 1, 1 << 24, 1 << 32, 1 << 56)}
+DTYPES = {TOKEN_BYTES: np.int32, BIGRAM_BYTES: np.int64}
+
+
+def keys_of(element_bytes):
+    few, many = ELEMENTS[element_bytes][:2], ELEMENTS[element_bytes]
+    lists = st.lists(st.sampled_from(few), max_size=14) | st.lists(st.sampled_from(many), max_size=14)
+    return lists.map(lambda elements: np.array(elements, DTYPES[element_bytes]))
 
 
 @settings(max_examples=200)
-@given(st.sampled_from([1, 2, 4, 16]), st.lists(st.tuples(st.sampled_from(["", "b"]), KEYS), max_size=12), st.lists(KEYS, max_size=4))
-def test_hits_are_the_longest_common_prefix_with_all_sequences(page_size, keys, queries):
-    world = TreeWorld(page_size)
-    for namespace, key in keys:
+@given(st.sampled_from([1, 2, 4, 16]), st.sampled_from([TOKEN_BYTES, BIGRAM_BYTES]), st.data())
+def test_hits_are_the_longest_common_prefix_with_all_sequences(page_size, element_bytes, data):
+    keys = keys_of(element_bytes)
+    queries = data.draw(st.lists(keys, max_size=4))
+    world = TreeWorld(page_size, element_bytes=element_bytes)
+    for namespace, key in data.draw(st.lists(st.tuples(st.sampled_from(["", "b"]), keys), max_size=12)):
         world.insert(key, namespace)
         for query in [*queries, key]:
             expected = max((common_prefix(query, other) for space, other in world.sequences if space == namespace), default=0)
@@ -90,10 +100,11 @@ def test_splits_are_at_page_boundaries_and_only_leaves_end_inside_a_page():
     world = TreeWorld(4)
     for number in range(40):
         rng = np.random.default_rng(number)
-        world.insert(rng.integers(0, 2, rng.integers(1, 30)).astype(np.int64))
+        world.insert(rng.integers(0, 2, rng.integers(1, 30)).astype(np.int32))
         for node in world.nodes():
-            assert len(node.pages) == -(-node.num_tokens // 4)
-            assert node.num_tokens % 4 == 0 or not node.children
+            num_tokens = len(node.key) // TOKEN_BYTES
+            assert len(node.pages) == -(-num_tokens // 4)
+            assert num_tokens % 4 == 0 or not node.children
 
 
 def test_a_superseded_tail_is_dropped():
@@ -121,11 +132,11 @@ def test_a_leased_tail_is_dropped_when_its_lease_ends():
 def test_the_best_partial_match_among_thousands_of_children():
     world = TreeWorld(4)
     rng = np.random.default_rng(3)
-    keys = np.unique(rng.integers(0, 12, (3000, 4)), axis=0).astype(np.int64)
+    keys = np.unique(rng.integers(0, 12, (3000, 4)) << 6, axis=0).astype(np.int32)
     for key in keys:
         world.insert(key)
     for _ in range(300):
-        query = rng.integers(0, 13, 4).astype(np.int64)
+        query = (rng.integers(0, 13, 4) << 6).astype(np.int32)
         equal = keys == query
         expected = int(np.cumprod(equal, axis=1).sum(axis=1).max())
         assert world.match(query) == expected
@@ -138,7 +149,7 @@ def test_a_leaf_grows_in_place_while_nobody_else_ends_there():
     assert sum(node.parent is not None for node in world.nodes()) == 1
     hit = world.tree.match(key_of(range(8)), "")
     world.insert(key_of(range(12)))
-    assert hit.node.num_tokens == 8  # a lease ends there: the rest is a child
+    assert len(hit.node.key) == 8 * TOKEN_BYTES  # a lease ends there: the rest is a child
     world.tree.unpin(hit.node)
 
 
