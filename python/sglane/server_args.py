@@ -15,6 +15,8 @@ from sglane.plan.io_struct import Endpoints
 from sglane.utils.config_file import ConfigFileError, read_config_file
 
 DEFAULT_PORT = 30000
+ToolCallFormat = Literal["deepseekv31", "deepseekv32", "glm45", "glm47", "glm5", "qwen3"]
+ReasoningFormat = Literal["deepseek-r1", "deepseek-v3", "glm45", "qwen3"]
 
 
 class ConfigError(ValueError):
@@ -54,6 +56,8 @@ class ServerArgs:
     max_body_bytes: int = arg(64 << 20, "largest request body; a larger one is a 413", "HTTP server")
     enable_metrics: bool = arg(False, "serve /metrics for Prometheus", "HTTP server")
     enable_cache_report: bool = arg(False, "report cached_tokens in OpenAI usage", "HTTP server")
+    tool_call_parser: ToolCallFormat | None = arg(None, "how the model writes tool calls; default: requests with tools are refused", "HTTP server")
+    reasoning_parser: ReasoningFormat | None = arg(None, "how the model writes its thoughts; default: they stay in the text", "HTTP server")
     shutdown_timeout_s: float = arg(60.0, "seconds that running requests get to finish after SIGTERM", "HTTP server")
     health_timeout_s: float = arg(20.0, "seconds without a sign of life after which /health is 503", "HTTP server")
     watchdog_timeout_s: float = arg(300.0, "seconds without progress in a step after which the server ends", "HTTP server", "--watchdog-timeout")
@@ -113,6 +117,13 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def scalar_of(kind: Any) -> Any:
+    """`int | None` -> int; other types as they are."""
+    if typing.get_origin(kind) is Literal:
+        return kind
+    return [member for member in (typing.get_args(kind) or (kind,)) if member is not type(None)][0]
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglane.launch_server", description="Start an sglane server.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -126,10 +137,11 @@ def build_parser() -> argparse.ArgumentParser:
         common = {"dest": item.name, "default": item.default, "help": item.metadata["help"]}
         if kind is bool:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)  # --no-X beats a file
-        elif typing.get_origin(kind) is Literal:
-            group.add_argument(*flags, choices=typing.get_args(kind), **common)
+            continue
+        scalar = scalar_of(kind)
+        if typing.get_origin(scalar) is Literal:
+            group.add_argument(*flags, choices=typing.get_args(scalar), **common)
         else:
-            scalar = [t for t in (typing.get_args(kind) or (kind,)) if t is not type(None)][0]
             group.add_argument(*flags, type=scalar, **common)
     return parser
 

@@ -1,7 +1,7 @@
 """Token by token to text that never splits a character. Results do not depend on how tokens are grouped."""
 import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -60,6 +60,20 @@ class WindowDetokenizer:
         return text[len(before) :]
 
 
+class HidingDetokenizer:
+    """Leaves some tokens out."""
+
+    def __init__(self, shown: Detokenizer, hidden: Container[int]):
+        self._shown = shown
+        self._hidden = hidden
+
+    def step(self, token_id: int) -> str:
+        return "" if token_id in self._hidden else self._shown.step(token_id)
+
+    def flush(self) -> str:
+        return self._shown.flush()
+
+
 def byte_alphabet() -> dict[str, int]:
     """The printable character that byte-level vocabularies write for each byte -> the byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -98,8 +112,11 @@ class Pieces:
             return self.piece(token_id)
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
-    def detokenizer(self, skip_special_tokens: bool, context: Sequence[int]) -> Detokenizer:
-        """For output that follows a prompt which ends with the tokens `context`."""
+    def detokenizer(self, skip_special_tokens: bool, context: Sequence[int], markers: Sequence[str] = ()) -> Detokenizer:
+        """For output that follows a prompt which ends with the tokens `context`. Special tokens that are part of a marker are never skipped."""
+        shown = {index for index in self._special if any(self._tokenizer.id_to_token(index) in marker for marker in markers)}
+        if skip_special_tokens and shown:
+            return HidingDetokenizer(self.detokenizer(False, context), self._special - shown)
         if self.are_bytes:
             return BytesDetokenizer(self.piece_without_special if skip_special_tokens else self.piece)
         return WindowDetokenizer(lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), context)

@@ -78,7 +78,8 @@ class RequestBuilder:
         )
         detokenizer = None
         if self._tokenizer is not None:
-            detokenizer = self._tokenizer.detokenizer(prompt.sampling.text.skip_special_tokens, prompt.token_ids)
+            text = prompt.sampling.text
+            detokenizer = self._tokenizer.detokenizer(text.skip_special_tokens, prompt.token_ids, text.markers)
         generation = Generation(index, prompt.name, request, wish, prompt.sampling.text, detokenizer)
         if prompt.sampling.max_new_tokens == 0:
             generation.without_output()

@@ -50,6 +50,7 @@ class TextParams:
     stop_patterns: tuple[str, ...] = ()  # regular expressions
     keep_stop: bool = False  # the text includes what ended it
     skip_special_tokens: bool = True
+    markers: tuple[str, ...] = ()  # texts that parsers look for: special tokens that are part of one are not skipped
     stream_interval: int = 1  # tokens per streamed chunk
 
 

@@ -1,8 +1,10 @@
 """Text and chat messages -> token ids; token ids -> text. Work on long texts leaves the event loop's thread."""
 import asyncio
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,26 +67,53 @@ class TextTokenizer:
             text = self.render(messages, add_generation_prompt, continue_final_message, template_arguments)
             return self.encode(text, add_special_tokens=False)
 
-        return await self._run(sum(len(str(message.get("content"))) for message in messages), work)
+        num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(template_arguments.get("tools", "")))
+        return await self._run(num_characters, work)
+
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the chat template takes the arguments of earlier calls as text. Most want an object; a trial conversation tells."""
+        key, value = "a_parameter", "its value"
+        trials = []
+        for arguments in ({key: value}, json.dumps({key: value})):
+            call = {"type": "function", "id": "call_0", "function": {"name": "a_tool", "arguments": arguments}}
+            trial = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            try:
+                text = self._apply(trial, False, False, {})
+            except TEMPLATE_ERRORS:
+                text = ""
+            trials.append(value in text and f"'{key}'" not in text)  # not as Python writes it
+        return trials == [False, True]
+
+    def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
+        text = self._hf.apply_chat_template(
+            messages, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, **arguments,
+        )
+        assert isinstance(text, str)
+        return text
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool, arguments: dict[str, Any]) -> str:
         try:
-            text = self._hf.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, **arguments,
-            )
+            if any("tool_calls" in message for message in messages) and self._joins_arguments:
+                messages = [with_text_arguments(message) for message in messages]
+            return self._apply(messages, add_generation_prompt, continue_final_message, arguments)
         except TEMPLATE_ERRORS as error:
             raise ApiError(400, f"messages: the chat template refuses them: {error}", "messages") from error
-        assert isinstance(text, str)
-        return text
 
     async def _run(self, num_characters: int, work: Callable[[], npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
         if num_characters <= INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def detokenizer(self, skip_special_tokens: bool, prompt: npt.NDArray[np.int32]) -> Detokenizer:
-        return self.pieces.detokenizer(skip_special_tokens, prompt[-NUM_CONTEXT_TOKENS:].tolist())
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template looks at tools."""
+        return "tools" in str(self._template)
+
+    def detokenizer(self, skip_special_tokens: bool, prompt: npt.NDArray[np.int32], markers: Sequence[str] = ()) -> Detokenizer:
+        """markers: special tokens that are part of one are never skipped."""
+        return self.pieces.detokenizer(skip_special_tokens, prompt[-NUM_CONTEXT_TOKENS:].tolist(), markers)
 
     def token_text(self, token_id: int) -> str:
         """One token on its own; bytes that are no whole character are shown as replacement marks."""
@@ -96,6 +125,16 @@ class TextTokenizer:
     def decode(self, token_ids: npt.NDArray[np.int32], *, skip_special_tokens: bool = False) -> str:
         """Text of a whole prompt, by default with special tokens."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=skip_special_tokens))
+
+
+def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def load_hf_tokenizer(path: str) -> Any:

@@ -56,7 +56,7 @@ def test_a_variable_without_a_comment_is_refused(gen_docs):
 
 
 def test_links_between_pages_exist():
-    pages = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md"))]
+    pages = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").rglob("*.md"))]
     missing = [f"{page.name}: {target}" for page in pages for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text())
                if not (page.parent / target).exists()]
     assert not missing

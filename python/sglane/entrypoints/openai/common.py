@@ -64,21 +64,21 @@ def one_per_prompt(generations: Sequence[Generation]) -> list[Generation]:
     return list(first.values())
 
 
-def usage(generations: Sequence[Generation], options: Options) -> dict[str, Any]:
+def usage(generations: Sequence[Generation], options: Options, num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """Prompts count once, however many choices they have."""
     prompts = one_per_prompt(generations)
     num_prompt = sum(prompt.num_prompt_tokens for prompt in prompts)
     num_output = sum(generation.num_output_tokens for generation in generations)
     details = {"cached_tokens": sum(prompt.counts.cached for prompt in prompts)} if options.cache_report else None
     return {
-        "prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output, "reasoning_tokens": 0,
-        "prompt_tokens_details": details,
+        "prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
+        "reasoning_tokens": num_reasoning_tokens, "prompt_tokens_details": details,
     }
 
 
-def closing(generations: Sequence[Generation], options: Options) -> dict[str, Any]:
+def closing(generations: Sequence[Generation], options: Options, num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """What a body (or the usage chunk) ends with: usage, metadata, and `sglext` when it was asked for."""
-    end = {"usage": usage(generations, options), "metadata": {"weight_version": "default"}}
+    end = {"usage": usage(generations, options, num_reasoning_tokens), "metadata": {"weight_version": "default"}}
     if not options.cached_details:
         return end
     prompts = one_per_prompt(generations)
