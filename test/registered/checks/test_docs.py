@@ -68,7 +68,7 @@ ROOTS = (REPO, REPO / "python" / "sglane", REPO / "test", REPO / "test" / "regis
 
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/requirements.md", "docs/performance.md"])
 def test_files_named_in_pages_exist(page):
-    named = re.findall(r"(?:`|python )((?:[\w.-]+/)+[\w.-]*|[\w/]+\.(?:py|md|sh))(?:`|\n)", (REPO / page).read_text())
+    named = re.findall(r"(?:`|python )((?:[\w.-]+/)+[\w.-]*|[\w/]+\.(?:py|md|sh))[`\s]", (REPO / page).read_text())
     assert named
     missing = [path for path in named if not any((root / path).exists() for root in ROOTS)]
     assert not missing
