@@ -1,7 +1,5 @@
 """Process of one rank: `python -m sglane.model_executor`, told what to do by a ProcessSpec (JSON) on standard input."""
-import ctypes
 import logging
-import os
 import signal
 import sys
 import time
@@ -19,9 +17,9 @@ from sglane.model_executor.memory import available_bytes
 from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, Progress, StepPlan, Stop, ToExecutor
 from sglane.server_args import ProcessSpec, ServerArgs
 from sglane.utils.ipc import Receiver, Sender
+from sglane.utils.parent import die_with_parent
 
 logger = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 
 
 class ReportFailure:
@@ -37,15 +35,6 @@ class ReportFailure:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._sender.send(ExecutorError(self._rank, f"{type(error).__name__}: {error}"))
-
-
-def die_with_parent() -> None:
-    """No orphan survives the launcher, however that ends (Linux)."""
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended in between
-        sys.exit(1)
 
 
 def pick_device(args: ServerArgs, rank: int) -> torch.device:
@@ -74,7 +63,12 @@ def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Execu
     def report(step: int, layer: int) -> None:
         sender.send(Progress(rank, step, layer))
 
-    return Executor(config, model, args, rank, groups, device, report), available
+    executor = Executor(config, model, args, rank, groups, device, report)
+    if args.offers_grammars():
+        from sglane.model_executor.grammar import LazyGrammars  # most of a second to import: only where it can be of use
+
+        executor.use_grammars(LazyGrammars(spec.endpoints.vocabulary))
+    return executor, available
 
 
 def serve(spec: ProcessSpec, receiver: Receiver, sender: Sender) -> None:

@@ -28,7 +28,7 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int  # valid KV rows that already exist (after the tail copy); the first extend starts here
     num_prompt_tokens: int  # tokens before this position are prompt, the rest is output (also after a retraction)
     sampling: SamplingParams
-    history: bytes = b""  # int32 [num_cached_tokens], only for penalties: the tokens whose rows are not recomputed
+    history: bytes = b""  # int32 [num_cached_tokens], only for penalties and grammars: the tokens whose rows are not recomputed
 
 
 class TailCopy(msgspec.Struct, frozen=True, array_like=True):
