@@ -105,6 +105,7 @@ class Launcher:
         finally:
             self._http.end()
             await serving
+            await self._server.end_grammars()
             self._family.kill()
             self._client.close()
         return code
@@ -123,7 +124,8 @@ class Launcher:
             await self._watch_until(loading)
         finally:
             loading.cancel()
-        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result())
+        vocabulary = self._endpoints.vocabulary if self._args.offers_grammars() else ""
+        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result(), vocabulary)
         self._server.engine_ready(engine)
         if not self._args.skip_server_warmup:
             warming = asyncio.create_task(warm_up(self._listener.getsockname(), engine))

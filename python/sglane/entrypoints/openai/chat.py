@@ -45,6 +45,7 @@ class ChatApi:
         head = Head.make("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", fields, self._server.model_name)
         job = engine.client.open_job(rids_of(fields, 1, is_batch=False))
         try:
+            await engine.check_grammars([sampling])
             ids = await tokenizer.encode_chat(messages, *read_turn(fields), read_template_arguments(fields))
             prompt = Prompt(job.names[0], ids, sampling, wish, namespaces_of(fields, 1, is_batch=False)[0], priority_of(fields), "messages")
             engine.builder.submit(job, [prompt], options.stream)
@@ -114,9 +115,6 @@ def refuse_unsupported(fields: Fields) -> None:
     refuse_disaggregation(fields)
     if fields.get("tool_choice") not in (None, "none", "auto"):
         raise bad_field("tool_choice", "is not supported by this server")
-    form = fields.object("response_format")
-    if form and form.get("type") != "text":
-        raise bad_field("response_format", f"{str(form.get('type'))[:40]!r} is not supported by this server, only 'text'")
     if fields.get("modalities") not in (None, ["text"]):
         raise bad_field("modalities", "must be [\"text\"]")
 
