@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from sglane.entrypoints.errors import ApiError, bad_field
-from sglane.entrypoints.validation import UNSET, Fields, kind_of
+from sglane.entrypoints.validation import Fields, kind_of
 from sglane.plan.io_struct import Grammar
 
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -140,7 +140,7 @@ def check_schema(name: str, schema: Any) -> None:
         if not isinstance(schema, dict):
             continue
         for keyword in NOT_ENFORCED:
-            if schema.get(keyword) not in UNSET:
+            if schema.get(keyword, False) is not False:
                 raise bad_field(name, f"has the keyword {keyword!r}, which is not supported")
         if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
             raise bad_field(name, "has 'allOf' with several schemas, which is not supported")
