@@ -37,7 +37,8 @@ def check_person(text):
     assert type(value["age"]) is int and type(value["home"]["owned"]) is bool and len(value["home"]) == 1, text
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "sampling_seed": 3}, {"temperature": 1.0, "top_p": 0.9, "frequency_penalty": 1.0}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "sampling_seed": 3},
+                                      {"temperature": 1.0, "top_p": 0.9, "sampling_seed": 4, "frequency_penalty": 1.0}])
 def test_json_schema_and_its_stream(server, sampling):
     fields = {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 120, "temperature": 0, **sampling}
     body = {"text": PROMPT, "sampling_params": fields}
@@ -81,7 +82,8 @@ def nested(depth):
 def one_of(depth):
     if depth == 0:
         return {"type": "string"}
-    return {"oneOf": [{"type": "object", "properties": {f"k{index}": one_of(depth - 1) if index == 0 else {"type": "integer"}}} for index in range(20)]}
+    branches = [{"k0": one_of(depth - 1)}, *({f"k{index}": {"type": "integer"}} for index in range(1, 20))]
+    return {"oneOf": [{"type": "object", "properties": properties} for properties in branches]}
 
 
 def deep_text(depth):
