@@ -24,6 +24,7 @@ from sglane.plan.io_struct import (
     Heartbeat,
     LogprobChunk,
     PlannerReady,
+    PrepareGrammar,
     Reply,
     RequestOutput,
     Shutdown,
@@ -135,6 +136,8 @@ class FakePlanner:
             send(Reply(message.request_id, not busy, {"message": "not idle: 1 requests run, 0 wait"} if busy else {}))
         elif isinstance(message, GetState):
             send(Reply(message.request_id, True, {"kv_ledger": {"cp_size": 1}, "last_gen_throughput": 0.0}))
+        elif isinstance(message, PrepareGrammar):
+            send(Reply(message.request_id, True, {}))
         elif isinstance(message, Shutdown):
             gone = list(self._running.values())
             self._running.clear()

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -76,8 +77,10 @@ class Worker:
 class GrammarChecker:
     """One worker, started when the first grammar arrives; verdicts are remembered."""
 
-    def __init__(self, vocabulary: Path):
+    def __init__(self, vocabulary: Path, prepare: Callable[[Grammar], Awaitable[None]]):
+        """prepare: called for each new grammar that is usable, before it is let through."""
         self._vocabulary = vocabulary
+        self._prepare = prepare
         self._lock = asyncio.Lock()
         self._worker: asyncio.Task[Worker] | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()
@@ -85,7 +88,8 @@ class GrammarChecker:
     async def check(self, grammar: Grammar) -> str:
         """What is wrong with it; empty if it is usable. Raises a 503 when too many grammars wait or no worker can be started."""
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
-        if key not in self._known:
+        is_new = key not in self._known
+        if is_new:
             try:
                 await asyncio.wait_for(self._lock.acquire(), QUEUE_LIMIT_S)
             except TimeoutError as error:
@@ -95,8 +99,11 @@ class GrammarChecker:
                     self._remember(key, await self._try_out(grammar))
             finally:
                 self._lock.release()
+        verdict = self._known[key]
         self._known.move_to_end(key)
-        return self._known[key]
+        if is_new and not verdict:
+            await self._prepare(grammar)
+        return verdict
 
     def _remember(self, key: bytes, verdict: str) -> None:
         self._known[key] = verdict

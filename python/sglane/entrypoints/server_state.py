@@ -18,6 +18,9 @@ from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.plan.io_struct import PlannerReady
 from sglane.server_args import ServerArgs
 
+#: Seconds that the ranks get to compile a grammar that compiled on trial; a step under way comes first.
+GRAMMAR_PATIENCE_S = 60.0
+
 
 class Phase(Enum):
     STARTING = "starting"
@@ -60,7 +63,7 @@ class Engine:
         grammars = None
         if tokenizer is not None and not no_grammars:
             write_vocabulary(Path(vocabulary), tokenizer, config.vocab_size, eos_token_ids)
-            grammars = GrammarChecker(Path(vocabulary))
+            grammars = GrammarChecker(Path(vocabulary), lambda grammar: client.prepare_grammar(grammar, GRAMMAR_PATIENCE_S))
         return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer), grammars)
 
     async def check_grammars(self, samplings: Iterable[Sampling]) -> None:

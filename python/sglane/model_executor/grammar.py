@@ -1,5 +1,6 @@
 """Grammars by xgrammar: compiled from text for one vocabulary, matched token by token, applied to logits."""
 import logging
+import threading
 from pathlib import Path
 
 import msgspec
@@ -66,11 +67,23 @@ class LazyGrammars:
     def __init__(self, path: str):
         self._path = Path(path)
         self._grammars: XGrammars | None = None
+        self._lock = threading.Lock()
 
     def mask(self, grammar: Grammar) -> "GrammarMask":
-        if self._grammars is None:
-            self._grammars = XGrammars(read_vocabulary(self._path))
-        return self._grammars.mask(grammar)
+        return self._read().mask(grammar)
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Compile into the cache; safe beside `mask` in another thread."""
+        try:
+            self._read().compile(grammar)
+        except GRAMMAR_ERRORS as error:
+            logger.error("a %s that was accepted does not compile: %s", grammar.kind, error)
+
+    def _read(self) -> XGrammars:
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = XGrammars(read_vocabulary(self._path))
+            return self._grammars
 
 
 def read_vocabulary(path: Path) -> Vocabulary:

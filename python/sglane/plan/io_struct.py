@@ -78,6 +78,13 @@ class GetState(msgspec.Struct, frozen=True, tag="get_state"):
     request_id: int
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, tag="prepare_grammar"):
+    """Compile a grammar that was tried out, on every rank, beside the steps. Passed on by the planner; answered by `Reply` when all have it."""
+
+    request_id: int
+    grammar: Grammar
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Finish what runs (up to `drain_s`), then end."""
 
@@ -156,7 +163,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToPlanner = GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | Shutdown
+ToPlanner = GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | PrepareGrammar | Shutdown
 FromPlanner = StepOutputs | Reply | PlannerReady | Heartbeat | Fatal
 
 

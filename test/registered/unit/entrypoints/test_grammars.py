@@ -10,7 +10,7 @@ from sglane.entrypoints.errors import ApiError
 from sglane.entrypoints.grammar_checker import GrammarChecker, write_vocabulary
 from sglane.entrypoints.grammar_fields import parse_grammar
 from sglane.entrypoints.validation import Fields
-from sglane.plan.io_struct import GenerateRequest, Grammar
+from sglane.plan.io_struct import GenerateRequest, Grammar, PrepareGrammar
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 #: Compiles, but for many seconds.
@@ -65,8 +65,11 @@ def vocabulary(tmp_path, tokenizer, config):
 def checking(vocabulary, work):
     """Run `work(checker)` on an event loop of its own."""
 
+    async def prepare(grammar):
+        assert grammar != SLOW
+
     async def run():
-        checker = GrammarChecker(vocabulary)
+        checker = GrammarChecker(vocabulary, prepare)
         try:
             return await work(checker)
         finally:
@@ -148,6 +151,7 @@ def test_what_the_planner_gets(front, route, body):
     front.ask(route, with_fields(route, body, {"regex": "[a-c]+", "ignore_eos": True}))
     request = front.wait_received(GenerateRequest, 1)[-1]
     assert request.sampling.grammar == Grammar("regex", "[a-c]+")
+    assert len(front.behaviour.received_of(PrepareGrammar)) <= 1  # once, for the first of the routes
     assert 2 in request.sampling.stop_token_ids  # the end of the grammar ends the answer in any case
 
 

@@ -1,18 +1,24 @@
 """Masks by xgrammar: whatever the logits want, the answer matches; a matcher that starts late sees what one that was there saw."""
 import json
 import re
+import threading
+import time
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import zmq
 
 from kits.grammar_world import END_ID, SPECIAL_ID, byte_vocabulary, text_of
-from sglane.model_executor.grammar import XGrammars
+from sglane.model_executor.grammar import LazyGrammars, XGrammars
+from sglane.model_executor.grammar_tickets import GrammarTickets
 from sglane.model_executor.grammar_worker import try_out
 from sglane.model_executor.sampler import SampleRow, sample
 from sglane.model_executor.slot_table import Slot
-from sglane.plan.io_struct import Grammar, SamplingParams
-from sglane.plan.step_plan import SlotStart
+from sglane.plan.io_struct import Grammar, PrepareGrammar, SamplingParams
+from sglane.plan.step_plan import FromExecutor, GrammarReady, SlotStart
+from sglane.utils.ipc import Receiver
 
 SIZE = 140
 VOCABULARY = byte_vocabulary(SIZE)
@@ -141,3 +147,27 @@ def test_the_worker_says_what_is_wrong(grammars, grammar, word):
 
 def test_the_worker_takes_good_grammars(grammars):
     assert [try_out(grammars, grammar) for grammar in GRAMMARS] == [""] * len(GRAMMARS)
+
+
+def test_a_ticket_ends_when_the_grammar_is_there(tmp_path):
+    """Compiled in the thread, not again for the request; a broken one does not end the thread; the context waits for the thread."""
+    path = tmp_path / "vocabulary"
+    path.write_bytes(msgspec.msgpack.encode(VOCABULARY))
+    lazy, context = LazyGrammars(str(path)), zmq.Context()
+    receiver = Receiver(context, f"ipc://{tmp_path}/r", FromExecutor)
+    slow = Grammar("json_schema", json.dumps({"enum": [f"value {number}" for number in range(2000)]}))
+    with GrammarTickets(lazy, context, f"ipc://{tmp_path}/r", 3) as tickets:
+        begin = time.monotonic()
+        tickets.submit(PrepareGrammar(7, slow))
+        tickets.submit(PrepareGrammar(8, Grammar("regex", "((")))
+        assert time.monotonic() - begin < 0.1
+        assert receiver.poll(30_000) and receiver.recv() == GrammarReady(3, 7)
+        compile_s = time.monotonic() - begin
+        begin = time.monotonic()
+        mask = lazy.mask(slow)
+        assert time.monotonic() - begin < max(0.5 * compile_s, 0.05)
+        assert allowed(mask, []) != [END_ID]
+        assert receiver.poll(30_000) and receiver.recv() == GrammarReady(3, 8)
+    assert "grammar" not in [thread.name for thread in threading.enumerate()]
+    receiver.close()
+    context.term()
