@@ -75,6 +75,9 @@ class ServerArgs:
     stream_interval: int = arg(1, "tokens per streamed chunk", "Scheduler")
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
+    grammar_backend: Literal["xgrammar", "none"] = arg("xgrammar", "library for structured output; none: such requests are refused",
+                                                       "Structured output")
+
     cp_size: int = arg(1, "context-parallel ranks; each stores and computes the tokens of its own pages", "Context parallelism", "--attn-cp-size")
     enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism",
                                     "--enable-kv-cache-sharding")
@@ -106,6 +109,10 @@ class ServerArgs:
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
         return self
+
+    def offers_grammars(self) -> bool:
+        """Structured output is possible: there is a library, and text to match."""
+        return self.grammar_backend != "none" and not self.skip_tokenizer_init
 
 
 def secrets() -> list[str]:

@@ -24,6 +24,7 @@ from sglane.plan.io_struct import (
     Heartbeat,
     LogprobChunk,
     PlannerReady,
+    PrepareGrammar,
     Reply,
     RequestOutput,
     Shutdown,
@@ -154,6 +155,8 @@ class FakePlanner:
             send(Reply(message.request_id, not busy, {"message": "not idle: 1 requests run, 0 wait"} if busy else {}))
         elif isinstance(message, GetState) and not self.behaviour.is_deaf:
             send(Reply(message.request_id, True, {**STATE, "num_running_reqs": len(self._running)}))
+        elif isinstance(message, PrepareGrammar):
+            send(Reply(message.request_id, True, {}))
         elif isinstance(message, Shutdown):
             gone = list(self._running.values())
             self._running.clear()

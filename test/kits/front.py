@@ -54,11 +54,13 @@ class Front:
         context = zmq.Context()
         self.state = ServerState(self.args, self._config, "a test")
         client = EngineClient(context, self._endpoints, self.state.tracker)
-        self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready))
+        vocabulary = self._endpoints.vocabulary if self.args.offers_grammars() else ""
+        self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready, vocabulary))
         self.state.warmed_up()
         server = QuietServer(uvicorn.Config(make_app(self.state), log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2))
         self._started.set_result((asyncio.get_running_loop(), server))
         await server.serve(sockets=[self._listener])
+        await self.state.end_grammars()
         client.close()
         context.term()
 

@@ -1,4 +1,5 @@
 """The in-process engine over real weights: a tiny checkpoint, one rank or several ranks as threads."""
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from kits.thread_ranks import ThreadGroup
 from sglane.configs.model_config import load_model_config
 from sglane.distributed.groups import Groups
 from sglane.mem_cache.page_layout import PageLayout
-from sglane.model_executor.executor import Executor
+from sglane.model_executor.executor import Executor, Grammars
 from sglane.model_executor.loader import load_model
 from sglane.plan.step_plan import PoolInit, StepPlan, StepResult
 from sglane.server_args import ServerArgs
@@ -47,21 +48,25 @@ class TinyModel:
         self.weights = load_model(self.config, torch.device("cpu"), torch.float32, show_progress=False)
 
     def engine(self, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True, tap: Any = None,
-               **limits: Any) -> Engine:
+               grammars: Grammars | None = None, **limits: Any) -> Engine:
         """A fresh pool and slot table; `tap` sees the selected index sets."""
         executor = Executor(self.config, self.weights, self._args(page_size), tap=tap)
+        if grammars is not None:
+            executor.use_grammars(grammars)
         executor.init_pool(PoolInit(num_pages + 1, num_slots, num_pages))
         return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, **limits)
 
     def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
-              **limits: Any) -> Engine:
-        """The same over `cp_size` lanes; num_pages counts all lanes."""
+              make_grammars: Callable[[], Grammars] | None = None, **limits: Any) -> Engine:
+        """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank."""
         attention, step = ThreadGroup(cp_size), ThreadGroup(cp_size)
         num_rows = num_pages // cp_size + 1
         executors = []
         for rank in range(cp_size):
             groups = Groups(attention.exchange(rank), step.exchange(rank))
             executor = Executor(self.config, self.weights, self._args(page_size, cp_size), rank, groups)
+            if make_grammars is not None:
+                executor.use_grammars(make_grammars())
             executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
             executors.append(executor)
         return Engine(ThreadRanks(executors, attention), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)

@@ -20,8 +20,10 @@ from sglane.plan.io_struct import (
     FlushCache,
     FromPlanner,
     GetState,
+    Grammar,
     Heartbeat,
     PlannerReady,
+    PrepareGrammar,
     Reply,
     RequestOutput,
     Shutdown,
@@ -265,12 +267,16 @@ class EngineClient:
         reply = await self._ask(GetState(self._new_question()), patience_s)
         return reply.payload
 
+    async def prepare_grammar(self, grammar: Grammar, patience_s: float) -> None:
+        """Returns when every rank has compiled it. Raises a 503 when that takes too long."""
+        await self._ask(PrepareGrammar(self._new_question(), grammar), patience_s)
+
     def _new_question(self) -> int:
         self._next_id += 1
         self._replies[self._next_id] = self._loop.create_future()
         return self._next_id
 
-    async def _ask(self, question: FlushCache | GetState, timeout_s: float) -> Reply:
+    async def _ask(self, question: FlushCache | GetState | PrepareGrammar, timeout_s: float) -> Reply:
         future = self._replies[question.request_id]
         self._sender.send(question)
         try:

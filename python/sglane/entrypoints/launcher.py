@@ -106,6 +106,7 @@ class Launcher:
         finally:
             self._http.end()
             await serving
+            await self._server.end_grammars()
             self._family.kill()
             self._client.close()
         return code
@@ -124,7 +125,8 @@ class Launcher:
             await self._watch_until(loading)
         finally:
             loading.cancel()
-        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result())
+        vocabulary = self._endpoints.vocabulary if self._args.offers_grammars() else ""
+        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result(), vocabulary)
         self._server.engine_ready(engine)
         if not self._args.skip_server_warmup:
             key = self._args.admin_api_key or self._args.api_key

@@ -69,6 +69,7 @@ class NativeApi:
 
     async def _submit(self, engine: Engine, job: Job, fields: Fields, inputs: Inputs, parsed: tuple[list[Sampling], list[LogprobWish]],
                       stream: bool) -> None:
+        await engine.check_grammars(parsed[0])
         namespaces = namespaces_of(fields, len(inputs.values), inputs.is_batch)
         priority = priority_of(fields)
         prompts = []

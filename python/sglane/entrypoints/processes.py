@@ -114,6 +114,7 @@ class WorkFolder:
             to_executors=[address(f"rank{rank}") for rank in range(num_ranks)],
             from_executors=address("results"),
             rendezvous=f"file://{self._path / 'rendezvous'}",
+            vocabulary=str(self._path / "vocabulary"),
         )
 
     def remove(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sglane.entrypoints.errors import bad_field
+from sglane.entrypoints.grammar_fields import parse_grammar
 from sglane.entrypoints.validation import Fields, check_integer
 from sglane.plan.io_struct import SamplingParams
 
@@ -15,8 +16,8 @@ MAX_TOKENS = (1 << 31) - 1
 MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 INT64 = 1 << 63
-#: Constrained output and per-request programs.
-REFUSED = ("json_schema", "regex", "ebnf", "structural_tag", "custom_logit_processor")
+#: Per-request programs.
+REFUSED = ("custom_logit_processor",)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     context_length: int
     max_request_tokens: int  # prompt and output together
+    no_grammars: str = ""  # why there is no structured output; empty: there is
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class FieldNames:
     max_new_tokens: tuple[str, ...]  # the first one that is set counts
     min_new_tokens: str
     seed: str
+    with_response_format: bool
 
 
-NATIVE = FieldNames(("max_new_tokens",), "min_new_tokens", "sampling_seed")
-OPENAI = FieldNames(("max_completion_tokens", "max_tokens"), "min_tokens", "seed")
+NATIVE = FieldNames(("max_new_tokens",), "min_new_tokens", "sampling_seed", with_response_format=False)
+OPENAI = FieldNames(("max_completion_tokens", "max_tokens"), "min_tokens", "seed", with_response_format=True)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Sampling:
     max_new_tokens: int | None  # None: as many as fit
     num_choices: int
     seed: int
+    grammar_field: str = ""  # where params.grammar came from, for messages
 
     def for_choice(self, index: int, room: int) -> SamplingParams:
         """Parameters of choice `index` when `room` more tokens fit after the prompt."""
@@ -82,8 +86,13 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
     min_new_tokens = fields.integer(names.min_new_tokens, 0, 0, MAX_TOKENS)
     if max_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise bad_field(names.min_new_tokens, f"is {min_new_tokens}, more than {max_name} ({max_new_tokens})")
+    grammar_field, grammar = parse_grammar(fields, names.with_response_format)
+    if grammar is not None and facts.no_grammars:
+        raise bad_field(grammar_field, facts.no_grammars)
+    if grammar is not None and min_new_tokens:
+        raise bad_field(names.min_new_tokens, f"and {grammar_field} exclude each other: the grammar decides where the answer ends")
     stop_token_ids = fields.token_list("stop_token_ids", facts.vocab_size)
-    if not fields.flag("ignore_eos"):
+    if not fields.flag("ignore_eos") or grammar is not None:  # the end of a grammar is always the end of the answer
         stop_token_ids = list(dict.fromkeys([*stop_token_ids, *facts.eos_token_ids]))
     temperature = fields.number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
     top_k = fields.integer("top_k", -1, -1, MAX_TOKENS)
@@ -99,6 +108,7 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 2.0, above=True),
         stop_token_ids=stop_token_ids,
         logit_bias=parse_logit_bias(fields, facts.vocab_size),
+        grammar=grammar,
     )
     text = TextParams(
         stops=fields.stops("stop"),
@@ -112,7 +122,7 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
     if fields.integer("best_of", num_choices, 1, MAX_CHOICES) != num_choices:
         raise bad_field("best_of", "is not supported; ask for n choices")
     seed = check_integer(names.seed, fields.get(names.seed), random.getrandbits(62), -INT64, INT64 - 1)
-    return Sampling(params, text, max_new_tokens, num_choices, seed % INT64)
+    return Sampling(params, text, max_new_tokens, num_choices, seed % INT64, grammar_field)
 
 
 def parse_logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:

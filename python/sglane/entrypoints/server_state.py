@@ -2,15 +2,18 @@
 import asyncio
 import dataclasses
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from sglane.configs.model_config import ModelConfig
 from sglane.entrypoints.engine_client import EngineClient
-from sglane.entrypoints.errors import ApiError
+from sglane.entrypoints.errors import ApiError, bad_field
+from sglane.entrypoints.grammar_checker import GrammarChecker, write_vocabulary
 from sglane.entrypoints.request_builder import RequestBuilder
-from sglane.entrypoints.sampling import ModelFacts
+from sglane.entrypoints.sampling import ModelFacts, Sampling
 from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.observability.metrics import Metrics
 from sglane.observability.request_log import RequestLog
@@ -20,6 +23,9 @@ from sglane.server_args import ServerArgs, secrets
 
 #: Stands for a secret.
 HIDDEN = "***"
+
+#: Seconds that the ranks get to compile a grammar that compiled on trial; a step under way comes first.
+GRAMMAR_PATIENCE_S = 60.0
 
 
 class Phase(Enum):
@@ -51,13 +57,40 @@ class Engine:
     facts: ModelFacts
     info: PlannerReady
     builder: RequestBuilder
+    grammars: GrammarChecker | None
 
     @staticmethod
-    def assemble(client: EngineClient, tokenizer: TextTokenizer | None, config: ModelConfig, info: PlannerReady) -> "Engine":
+    def assemble(client: EngineClient, tokenizer: TextTokenizer | None, config: ModelConfig, info: PlannerReady, vocabulary: str = "") -> "Engine":
+        """vocabulary: where to leave the tokens' bytes for structured output; empty: there is none."""
         eos = dict.fromkeys([*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())])
         eos_token_ids = tuple(token for token in eos if 0 <= token < config.vocab_size)
-        facts = ModelFacts(config.vocab_size, eos_token_ids, info.context_length, info.max_request_tokens)
-        return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer))
+        no_grammars = why_no_grammars(tokenizer, eos_token_ids, vocabulary)
+        facts = ModelFacts(config.vocab_size, eos_token_ids, info.context_length, info.max_request_tokens, no_grammars)
+        grammars = None
+        if tokenizer is not None and not no_grammars:
+            write_vocabulary(Path(vocabulary), tokenizer, config.vocab_size, eos_token_ids)
+            grammars = GrammarChecker(Path(vocabulary), lambda grammar: client.prepare_grammar(grammar, GRAMMAR_PATIENCE_S))
+        return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer), grammars)
+
+    async def check_grammars(self, samplings: Iterable[Sampling]) -> None:
+        """Raises a 400 for a grammar that can't be compiled."""
+        for sampling in samplings:
+            if sampling.params.grammar is not None:
+                assert self.grammars is not None, "a grammar was let through"
+                verdict = await self.grammars.check(sampling.params.grammar)
+                if verdict:
+                    raise bad_field(sampling.grammar_field, f"can't be used: {verdict}")
+
+
+def why_no_grammars(tokenizer: TextTokenizer | None, eos_token_ids: tuple[int, ...], vocabulary: str) -> str:
+    """Empty if structured output is possible."""
+    if tokenizer is None:
+        return "needs a tokenizer, but the server was started with --skip-tokenizer-init"
+    if not vocabulary:
+        return "is not available: the server was started with --grammar-backend none"
+    if not tokenizer.pieces.are_bytes:
+        return "needs a byte-level tokenizer, which this model does not have"
+    return "" if eos_token_ids else "needs an end token, which this model does not have"
 
 
 class ServerState:
@@ -99,6 +132,11 @@ class ServerState:
     def stop(self, why: str) -> None:
         self._fire("stop")
         self._why = why
+
+    async def end_grammars(self) -> None:
+        """The grammar worker ends with the server."""
+        if self._engine is not None and self._engine.grammars is not None:
+            await self._engine.grammars.close()
 
     # --- for the routes ----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from sglane.plan.io_struct import (
     GetState,
     Heartbeat,
     PlannerReady,
+    PrepareGrammar,
     Reply,
     Shutdown,
     StepOutputs,
@@ -30,6 +31,7 @@ from sglane.plan.step_plan import (
     ExecutorError,
     ExecutorReady,
     FromExecutor,
+    GrammarReady,
     PoolInit,
     PoolReady,
     Progress,
@@ -107,6 +109,7 @@ class Planner:
         self._last_heartbeat_s = 0.0
         self._flushes: list[tuple[FlushCache, float]] = []
         self._drain_deadline_s: float | None = None
+        self._compiles: dict[int, set[int]] = {}  # request_id of a PrepareGrammar -> ranks that have not answered
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +201,8 @@ class Planner:
                 self.scheduler.ledger.audit()
         elif isinstance(message, Progress):
             self._last_progress_s[message.rank] = time.monotonic()
+        elif isinstance(message, GrammarReady):
+            self._on_grammar_ready(message)
         elif isinstance(message, ExecutorError):
             raise EngineFailure(f"rank {message.rank}: {message.message}")
         else:
@@ -218,8 +223,19 @@ class Planner:
             self._flushes.append((message, time.monotonic() + message.timeout_s))
         elif isinstance(message, GetState):
             self._send_front(Reply(message.request_id, True, self._state()))
+        elif isinstance(message, PrepareGrammar):
+            self._compiles[message.request_id] = set(range(self._args.cp_size))
+            self._broadcast(message)
         elif isinstance(message, Shutdown):
             self._drain_deadline_s = time.monotonic() + message.drain_s
+
+    def _on_grammar_ready(self, message: GrammarReady) -> None:
+        """The front waits until every rank has the grammar."""
+        missing = self._compiles[message.request_id]
+        missing.remove(message.rank)
+        if not missing:
+            del self._compiles[message.request_id]
+            self._send_front(Reply(message.request_id, True, {}))
 
     def _is_drained(self) -> bool:
         return self._drain_deadline_s is not None and self.scheduler.is_idle()

@@ -1,10 +1,9 @@
 """Process of one rank: `python -m sglane.model_executor`, told what to do by a ProcessSpec (JSON) on standard input."""
-import ctypes
 import logging
-import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from types import TracebackType
 
 import setproctitle
@@ -14,15 +13,17 @@ import zmq
 from sglane.configs.model_config import load_model_config
 from sglane.distributed.groups import close_groups, init_groups
 from sglane.model_executor.executor import Executor, resolve_dtype
+from sglane.model_executor.grammar_tickets import GrammarTickets
 from sglane.model_executor.loader import load_model
 from sglane.model_executor.memory import available_bytes
+from sglane.plan.io_struct import PrepareGrammar
 from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, Progress, StepPlan, Stop, ToExecutor
 from sglane.server_args import ProcessSpec, ServerArgs
 from sglane.utils import logging as log
 from sglane.utils.ipc import Receiver, Sender
+from sglane.utils.parent import die_with_parent
 
 logger = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 
 
 class ReportFailure:
@@ -40,15 +41,6 @@ class ReportFailure:
             self._sender.send(ExecutorError(self._rank, f"{type(error).__name__}: {error}"))
 
 
-def die_with_parent() -> None:
-    """No orphan survives the launcher, however that ends (Linux)."""
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended in between
-        sys.exit(1)
-
-
 def pick_device(args: ServerArgs, rank: int) -> torch.device:
     """The rank's device; ranks of one host take its GPUs in turn."""
     if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
@@ -58,6 +50,17 @@ def pick_device(args: ServerArgs, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def grammars_of(spec: ProcessSpec, context: zmq.Context, executor: Executor, stack: ExitStack) -> GrammarTickets | None:
+    """Structured output, if this server offers it; its thread ends with `stack`."""
+    if not spec.server_args.offers_grammars():
+        return None
+    from sglane.model_executor.grammar import LazyGrammars  # most of a second to import: only where it can be of use
+
+    grammars = LazyGrammars(spec.endpoints.vocabulary)
+    executor.use_grammars(grammars)
+    return stack.enter_context(GrammarTickets(grammars, context, spec.endpoints.from_executors, spec.rank))
 
 
 def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Executor, int]:
@@ -78,15 +81,19 @@ def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Execu
     return Executor(config, model, args, rank, groups, device, report), available
 
 
-def serve(spec: ProcessSpec, receiver: Receiver, sender: Sender) -> None:
-    """Start-up protocol, then plans until Stop."""
+def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: Sender, stack: ExitStack) -> None:
+    """Start-up protocol, then plans until Stop. stack: what must end before the sockets do."""
     device = pick_device(spec.server_args, spec.rank)
     executor, available = load(spec, device, sender)
+    tickets = grammars_of(spec, context, executor, stack)
     sender.send(executor.ready(available))
     while True:
         message = receiver.recv()
         if isinstance(message, StepPlan):
             sender.send(executor.run(message))
+        elif isinstance(message, PrepareGrammar):
+            assert tickets is not None, "a grammar arrived, but this server offers no structured output"
+            tickets.submit(message)
         elif isinstance(message, PoolInit):
             executor.init_pool(message)
             sender.send(PoolReady(spec.rank))
@@ -105,8 +112,8 @@ def main() -> None:
     receiver = Receiver(context, spec.endpoints.to_executors[spec.rank], ToExecutor)
     sender = Sender(context, spec.endpoints.from_executors)
     try:
-        with ReportFailure(sender, spec.rank):
-            serve(spec, receiver, sender)
+        with ReportFailure(sender, spec.rank), ExitStack() as stack:
+            serve(spec, context, receiver, sender, stack)
     finally:
         receiver.close()
         sender.close()

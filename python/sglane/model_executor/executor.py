@@ -1,6 +1,7 @@
 """One rank: carries out plans strictly in order, in the order of duties stated in `plan/step_plan.py`."""
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,20 @@ from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.memory import pool_rows
 from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes, StepForward
-from sglane.model_executor.slot_table import SlotTable
+from sglane.model_executor.slot_table import Slot, SlotTable, TokenMask
 from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
 from sglane.model_executor.threads import ThreadPolicy
+from sglane.plan.io_struct import Grammar
 from sglane.plan.step_plan import ExecutorReady, Extend, LogprobBlock, PoolInit, StepPlan, StepResult
 from sglane.server_args import ServerArgs
+
+
+class Grammars(Protocol):
+    """Compiles grammars for the model's vocabulary."""
+
+    def mask(self, grammar: Grammar) -> TokenMask:
+        """For the beginning of an answer."""
+        ...
 
 
 class Executor:
@@ -40,6 +50,7 @@ class Executor:
         self._poison = environ.SGLANE_POISON
         self._threads = ThreadPolicy(args.cp_size)
         self._step = 0  # last plan carried out
+        self._grammars: Grammars | None = None
 
     def ready(self, available: int) -> ExecutorReady:
         """What this rank can hold; available: device memory before the weights were loaded, in bytes."""
@@ -57,6 +68,10 @@ class Executor:
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
         self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device, self._tap)
+
+    def use_grammars(self, grammars: Grammars) -> None:
+        """Without this, no request may have a grammar."""
+        self._grammars = grammars
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -122,9 +137,18 @@ class Executor:
         if not mine:
             return np.zeros(0, np.int64), blocks
         logits = self._runner.logits(forward.rows_of(np.array([sample.last_row for sample in mine], np.int64)))
-        tokens = sampler.sample(logits, [sampler.SampleRow(s.slot, s.position, self._table.get(s.slot)) for s in mine])
+        rows = [sampler.SampleRow(s.slot, s.position, self._constrained(s.slot)) for s in mine]
+        tokens = sampler.sample(logits, rows)
         blocks += self._output_logprobs(logits, mine, tokens)
         return tokens, blocks
+
+    def _constrained(self, slot: int) -> Slot:
+        """The slot's data, its grammar compiled if it has one."""
+        data = self._table.get(slot)
+        if data.sampling.grammar is not None and data.mask is None:
+            assert self._grammars is not None, f"rank {self.rank}: slot {slot} has a grammar, but this rank has no vocabulary"
+            data.constrain(self._grammars.mask(data.sampling.grammar))
+        return data
 
     def _output_logprobs(self, logits: Tensor, mine: list[Sampled], tokens: np.ndarray) -> list[LogprobBlock]:
         blocks = []

@@ -69,7 +69,7 @@ def _is_adjusted(row: SampleRow) -> bool:
 
 
 def _adjust(logits: Tensor, row: SampleRow) -> None:
-    """Penalties, bias and minimum length, in place on one row float32 [V]."""
+    """Penalties, bias, minimum length and grammar, in place on one row float32 [V]."""
     params, device = row.data.sampling, logits.device
     if row.data.history is not None:
         tokens = row.data.history.tokens()
@@ -78,8 +78,8 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
             seen = torch.from_numpy(np.unique(tokens).astype(np.int64)).to(device)
             values = logits[seen]
             logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        ids, counts = np.unique(tokens[row.data.num_prompt_tokens:], return_counts=True)  # output only
-        if len(ids):
+        if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
+            ids, counts = np.unique(tokens[row.data.num_prompt_tokens:], return_counts=True)  # output only
             penalty = params.frequency_penalty * torch.from_numpy(counts).to(device, torch.float32) + params.presence_penalty
             logits[torch.from_numpy(ids.astype(np.int64)).to(device)] -= penalty
     vocab_size = len(logits)
@@ -89,6 +89,8 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
     if row.num_outputs < params.min_new_tokens:
         stops = [token for token in params.stop_token_ids if 0 <= token < vocab_size]  # others cannot be sampled
         logits[torch.tensor(stops, dtype=torch.int64, device=device)] = float("-inf")
+    if row.data.mask is not None and row.data.history is not None:
+        row.data.mask.apply(logits, row.data.history.tokens()[row.data.num_prompt_tokens:])
 
 
 def _sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:

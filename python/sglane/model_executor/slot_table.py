@@ -1,5 +1,8 @@
 """What every rank knows of the running requests: page table rows, lengths, last tokens, sampling parameters."""
+from typing import Protocol
+
 import numpy as np
+from torch import Tensor
 
 from sglane.plan.io_struct import SamplingParams
 from sglane.plan.step_plan import RowUpdate, SlotStart
@@ -9,8 +12,16 @@ class SlotError(AssertionError):
     """A plan does not fit the slot table; the message names slot and numbers."""
 
 
+class TokenMask(Protocol):
+    """What the grammar of one request allows."""
+
+    def apply(self, logits: Tensor, outputs: np.ndarray) -> None:
+        """logits float32 [V], in place: -inf for tokens that may not follow `outputs` int32 [n], the output so far."""
+        ...
+
+
 class TokenHistory:
-    """All tokens of one slot by position; kept only for requests with penalties."""
+    """All tokens of one slot by position; kept only for requests with penalties or a grammar."""
 
     def __init__(self, tokens: np.ndarray):
         self._buffer = np.empty(max(64, 2 * len(tokens)), np.int32)
@@ -35,9 +46,14 @@ class Slot:
     def __init__(self, start: SlotStart):
         self.sampling: SamplingParams = start.sampling
         self.num_prompt_tokens = start.num_prompt_tokens
+        self.mask: TokenMask | None = None  # made on the rank that samples, when it samples first
         self.history: TokenHistory | None = None
         if start.sampling.needs_history():
             self.history = TokenHistory(np.frombuffer(start.history, np.int32))
+
+    def constrain(self, mask: TokenMask) -> None:
+        """From now on `mask` decides what may be sampled."""
+        self.mask = mask
 
 
 class SlotTable:

@@ -4,6 +4,14 @@ from typing import Any
 import msgspec
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must match. The front has tried it out; the executors compile it again and mask the logits."""
+
+    kind: str  # json_schema | regex | ebnf | structural_tag
+    text: str
+    strict: bool = True  # json_schema: objects have no properties but those that the schema names
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Validated sampling parameters of one request (one choice). Text-level fields (stop strings) stay in the front."""
 
@@ -22,8 +30,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False  # report the log probability of every output token
     num_top_logprobs: int = 0
     logprob_token_ids: list[int] = []  # also report these ids at every reported position
+    grammar: Grammar | None = None
 
     def needs_history(self) -> bool:
+        """The executors need all tokens of the request, cached ones included."""
+        return self.has_penalties() or self.grammar is not None
+
+    def has_penalties(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
@@ -63,6 +76,13 @@ class GetState(msgspec.Struct, frozen=True, tag="get_state"):
     """Ask for the planner's state (ledger, load). Answered by `Reply` with a dict."""
 
     request_id: int
+
+
+class PrepareGrammar(msgspec.Struct, frozen=True, tag="prepare_grammar"):
+    """Compile a grammar that was tried out, on every rank, beside the steps. Passed on by the planner; answered by `Reply` when all have it."""
+
+    request_id: int
+    grammar: Grammar
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -143,7 +163,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToPlanner = GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | Shutdown
+ToPlanner = GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | PrepareGrammar | Shutdown
 FromPlanner = StepOutputs | Reply | PlannerReady | Heartbeat | Fatal
 
 
@@ -155,3 +175,4 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     to_executors: list[str]  # planner -> rank i
     from_executors: str  # all ranks -> planner
     rendezvous: str  # torch.distributed init_method of the ranks
+    vocabulary: str = ""  # file: the tokens' bytes, written by the front before it takes requests

@@ -9,7 +9,7 @@ and answers with exactly one `StepResult`. Plans are numbered consecutively from
 """
 import msgspec
 
-from sglane.plan.io_struct import SamplingParams
+from sglane.plan.io_struct import PrepareGrammar, SamplingParams
 
 
 class RowUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +28,7 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int  # valid KV rows that already exist (after the tail copy); the first extend starts here
     num_prompt_tokens: int  # tokens before this position are prompt, the rest is output (also after a retraction)
     sampling: SamplingParams
-    history: bytes = b""  # int32 [num_cached_tokens], only for penalties: the tokens whose rows are not recomputed
+    history: bytes = b""  # int32 [num_cached_tokens], only for penalties and grammars: the tokens whose rows are not recomputed
 
 
 class TailCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -147,9 +147,16 @@ class ExecutorError(msgspec.Struct, frozen=True, tag="error"):
     message: str
 
 
+class GrammarReady(msgspec.Struct, frozen=True, tag="grammar_ready"):
+    """A rank has compiled the grammar of a PrepareGrammar."""
+
+    rank: int
+    request_id: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Executors end after the plans issued before this."""
 
 
-ToExecutor = PoolInit | StepPlan | Stop
-FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | ExecutorError
+ToExecutor = PoolInit | StepPlan | PrepareGrammar | Stop
+FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | GrammarReady | ExecutorError

@@ -47,6 +47,7 @@ class ChatApi:
         head = Head.make("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", fields, self._server.model_name)
         job = engine.client.open_job(rids_of(fields, 1, is_batch=False))
         try:
+            await engine.check_grammars([sampling])
             ids = await tokenizer.encode_chat(messages, *turn, {**arguments, "tools": parsing.tools.declared})
             prompt = Prompt(job.names[0], ids, sampling, wish, namespaces_of(fields, 1, is_batch=False)[0], priority_of(fields), "messages")
             engine.builder.submit(job, [prompt], options.stream)
@@ -72,9 +73,6 @@ class ChatApi:
 def refuse_unsupported(fields: Fields) -> None:
     fields.refuse((*REFUSED, "functions", "function_call", "audio", "prediction", "web_search_options"))
     refuse_disaggregation(fields)
-    form = fields.object("response_format")
-    if form and form.get("type") != "text":
-        raise bad_field("response_format", f"{str(form.get('type'))[:40]!r} is not supported by this server, only 'text'")
     if fields.get("modalities") not in (None, ["text"]):
         raise bad_field("modalities", "must be [\"text\"]")
 

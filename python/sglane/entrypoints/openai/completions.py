@@ -41,6 +41,7 @@ class CompletionsApi:
         head = Head.make("cmpl", "text_completion", fields, self._server.model_name)
         job = engine.client.open_job(rids_of(fields, len(values), is_batch))
         try:
+            await engine.check_grammars([sampling])
             prompts, texts = [], {}
             priority = priority_of(fields)
             for name, value, namespace in zip(job.names, values, namespaces_of(fields, len(values), is_batch)):
@@ -110,9 +111,6 @@ class CompletionWriter:
 def refuse_unsupported(fields: Fields) -> None:
     fields.refuse((*REFUSED, "suffix"))
     refuse_disaggregation(fields)
-    form = fields.object("response_format")
-    if form and form.get("type") != "text":
-        raise bad_field("response_format", f"{str(form.get('type'))[:40]!r} is not supported by this server, only 'text'")
 
 
 def read_prompts(fields: Fields) -> tuple[Sequence[Any], bool]:
