@@ -65,10 +65,8 @@ class OpenAIServer(Native):
 class HuggingFace:
     """transformers `generate` in this process, with its defaults."""
 
-    def __init__(self, path: str, kind: str, dtype: torch.dtype):
-        folder, _, file = path.rpartition("/")
-        where = {"pretrained_model_name_or_path": path} if kind == "hf" else {"pretrained_model_name_or_path": folder, "gguf_file": file}
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, local_files_only=True).to(dtype).eval()
+    def __init__(self, path: str, dtype: torch.dtype):
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
 
     def _generate_s(self, prompts: Prompts, num_new: int) -> float:
         ids = torch.tensor(prompts)
@@ -144,8 +142,10 @@ def main() -> None:
     config = load_model_config(args.model_path, None)
     print(f"{config.source.path}, {args.dtype}; {machine()}, transformers {transformers.__version__}")
     peers: dict[str, Engine] = {}
-    if not args.no_hf:
-        peers["transformers"] = HuggingFace(config.source.path, config.source.kind, getattr(torch, args.dtype))
+    if config.source.kind == "gguf":
+        print("transformers is left out: it keeps GGUF weights packed, which is another amount of work; give a folder with safetensors")
+    elif not args.no_hf:
+        peers["transformers"] = HuggingFace(config.source.path, getattr(torch, args.dtype))
     for peer in args.peer:
         name, _, url = peer.partition("=")
         peers[name] = OpenAIServer(url.rstrip("/"), args.peer_model)
