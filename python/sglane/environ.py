@@ -14,3 +14,5 @@ SGLANE_DEBUG_LEDGER = _flag("SGLANE_DEBUG_LEDGER")
 SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
 #: Compute threads of each executor rank; 0: by step size and number of cores.
 SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))
+#: Folder for what is converted once and used again, such as the tokenizer of a GGUF file; default: ~/.cache/sglane.
+SGLANE_CACHE_DIR = os.environ.get("SGLANE_CACHE_DIR") or os.path.expanduser("~/.cache/sglane")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from sglane.entrypoints.detokenizer import Detokenizer, Pieces
 from sglane.entrypoints.errors import ApiError
+from sglane.entrypoints.tokenizer_cache import converted
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +140,14 @@ def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 def load_hf_tokenizer(path: str) -> Any:
     """A fast tokenizer from a folder or a GGUF file. Never looks at the network."""
+    import transformers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import: not needed with --skip-tokenizer-init
 
     file = Path(path)
     try:
         if file.is_file() and file.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
+            tokenizer = converted(file, transformers.__version__, lambda folder: AutoTokenizer.from_pretrained(folder, local_files_only=True),
+                                  lambda: AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True))
         else:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -22,4 +22,4 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate) * up)
+        return self._down(F.silu(gate).mul_(up))

@@ -18,9 +18,7 @@ class RMSNorm:
         return RMSNorm(weights.tensor(f"{name}.weight", (size,)), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return (wide * self._weight).to(x.dtype)
+        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
 
 class LayerNorm:

@@ -9,10 +9,11 @@ from sglane.configs.sizes import RopeConfig
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of every token's angles, float32 [n, dim / 2]; shared by all layers of a step."""
+    """Cosine and sine of every token's angles, float32; shared by all layers of a step."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # [n, dim / 2]
+    sin: Tensor  # [n, dim / 2]
+    whole_cos: Tensor  # [n, dim]: cos for both halves
 
 
 class Rotary:
@@ -27,7 +28,9 @@ class Rotary:
         """positions int64 [n], below 2^24 (float32 holds them exactly)."""
         angle = positions.float().unsqueeze(1) * self._frequencies  # [n, dim / 2]
         cos, sin = angle.cos(), angle.sin()
-        return Angles(cos, sin) if self._amplitude == 1.0 else Angles(cos * self._amplitude, sin * self._amplitude)
+        if self._amplitude != 1.0:
+            cos, sin = cos * self._amplitude, sin * self._amplitude
+        return Angles(cos, sin, torch.cat((cos, cos), -1))
 
 
 def frequencies(config: RopeConfig, dim: int) -> Tensor:
@@ -67,9 +70,13 @@ def rotate_pairs(x: Tensor, angles: Angles) -> Tensor:
 
 def rotate_halves(x: Tensor, angles: Angles) -> Tensor:
     """Half-split layout, (x0, x[dim/2]), (x1, x[dim/2 + 1]), ...; x [n, H, dim] or [n, dim]."""
-    a, b = x.chunk(2, -1)
-    cos, sin = _broadcast(angles, x)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    half = x.shape[-1] // 2
+    sin, cos = (angles.sin, angles.whole_cos) if x.dim() == 2 else (angles.sin.unsqueeze(1), angles.whole_cos.unsqueeze(1))
+    wide = x.float()
+    out = wide * cos
+    out[..., :half].addcmul_(wide[..., half:], sin, value=-1)  # in place: a third of the memory traffic of joined halves
+    out[..., half:].addcmul_(wide[..., :half], sin)
+    return out.to(x.dtype)
 
 
 def _broadcast(angles: Angles, x: Tensor) -> tuple[Tensor, Tensor]:

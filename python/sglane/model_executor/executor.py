@@ -48,7 +48,7 @@ class Executor:
         self._dtype = resolve_dtype(args, config)
         self._specs = plane_specs(config.kv_planes(), self._dtype)
         self._poison = environ.SGLANE_POISON
-        self._threads = ThreadPolicy(args.cp_size)
+        self._threads = ThreadPolicy(args.cp_size, model.weight_bytes)
         self._step = 0  # last plan carried out
         self._grammars: Grammars | None = None
 

@@ -37,8 +37,9 @@ class DecoderLayer:
         return DecoderLayer(norms[0], attention, norms[1], mlp)
 
     def __call__(self, h: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
-        h = h + self._attention(self._input_norm(h), angles, batch)
-        return h + self._mlp(self._post_norm(h))
+        """h [n, hidden] is changed in place."""
+        h.add_(self._attention(self._input_norm(h), angles, batch))
+        return h.add_(self._mlp(self._post_norm(h)))
 
 
 class CausalLM:

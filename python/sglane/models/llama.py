@@ -1,4 +1,5 @@
 """Llama and Qwen3: grouped-query attention, half-split rope, dense feed-forward layers."""
+import torch
 from torch import Tensor
 
 from sglane.configs.sizes import ModelConfig
@@ -25,13 +26,12 @@ class GroupedQueryAttention:
         self._norms = [RMSNorm.load(weights, f"{prefix}{name}_norm", config.head_dim, config.rms_norm_eps) for name in "qk"] if head_norms else None
 
     def __call__(self, x: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
-        q, k, v = self._qkv(x).split(self._sizes, -1)
-        q = q.unflatten(1, (self._num_heads, self._head_dim))  # [n, H, D]
-        k = k.unflatten(1, (self._num_kv_heads, self._head_dim))  # [n, Hkv, D]
-        v = v.unflatten(1, (self._num_kv_heads, self._head_dim))
+        heads = self._qkv(x).unflatten(1, (-1, self._head_dim))  # [n, H + 2 * Hkv, D]
+        qk, v = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], 1)
         if self._norms is not None:
-            q, k = self._norms[0](q), self._norms[1](k)
-        o = batch.attention.gqa(self._layer, rotate_halves(q, angles), rotate_halves(k, angles), v, self._scale)
+            qk = torch.cat((self._norms[0](qk[:, :self._num_heads]), self._norms[1](qk[:, self._num_heads:])), 1)
+        q, k = rotate_halves(qk, angles).split([self._num_heads, self._num_kv_heads], 1)
+        o = batch.attention.gqa(self._layer, q, k, v, self._scale)
         return self._o(o.flatten(1))
 
 

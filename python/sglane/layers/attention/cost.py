@@ -1,8 +1,8 @@
 """Pure rules of the attention layers: which form is cheaper, how large a tile is, which decode rows go together."""
 import numpy as np
 
-#: Query rows of a tile; larger ones fall out of the CPU's cache.
-TILE_ROWS = 128
+#: Bytes of a tile's query rows per head element; larger tiles fall out of the CPU's cache.
+TILE_ROW_BYTES = 256
 #: Elements of the largest temporary of one tile.
 TILE_ELEMENTS = 1 << 24
 #: Key rows, padding included, gathered at once for decode rows.
@@ -21,10 +21,10 @@ def mla_expanded(num_queries: int, num_keys: int, dims: tuple[int, int, int, int
     return expanded < absorbed
 
 
-def tile_shape(num_keys: int, num_kv_heads: int, heads_per_kv: int) -> tuple[int, int]:
-    """(query rows, kv heads) of one tile, so that its scores stay within TILE_ELEMENTS where possible."""
+def tile_shape(num_keys: int, num_kv_heads: int, heads_per_kv: int, itemsize: int) -> tuple[int, int]:
+    """(query rows, kv heads) of one tile, so that its scores stay within TILE_ELEMENTS where possible. itemsize: bytes of a score."""
     per_row = max(num_keys * heads_per_kv, 1)
-    rows = max(1, min(TILE_ROWS, TILE_ELEMENTS // per_row))
+    rows = max(1, min(TILE_ROW_BYTES // itemsize, TILE_ELEMENTS // per_row))
     heads = max(1, min(num_kv_heads, TILE_ELEMENTS // (per_row * rows)))
     return rows, heads
 

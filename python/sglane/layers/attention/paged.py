@@ -43,8 +43,8 @@ class PagedAttention:
         num_kv_heads = k.shape[1]
         rows = torch.cat((k.flatten(1), v.flatten(1)), 1)  # [n, 2 * Hkv * D]
         self._kv.write(layer, self._view.rows, self._view.offsets, rows)
-        out = torch.empty_like(q)
-        if self._view.extends:
+        out = torch.empty_like(q) if self._view.extends or self._view.continues is None else None
+        if out is not None and self._view.extends:
             keys = ExtendKeys(self._kv, layer, rows, self._view, self._exchange)
             for part in self._view.extends:
                 if part.end > part.begin:
@@ -56,9 +56,13 @@ class PagedAttention:
             partials = self._partials(queries, head_dim, part)
             for bucket in part.buckets:
                 found = bucket_rows(self._kv, layer, bucket).unflatten(2, (2, num_kv_heads, head_dim))  # [b, T, 2, Hkv, D]
-                partials.put(bucket.index, *attend_rows(queries[bucket.index], found[:, :, 0], found[:, :, 1], bucket.hidden, scale,
-                                                        partials.wants_lse))
-            out[part.begin:] = partials.merged().view(-1, num_heads, head_dim)
+                own = queries if bucket.whole else queries[bucket.index]
+                partials.put(None if bucket.whole else bucket.index,
+                             *attend_rows(own, found[:, :, 0], found[:, :, 1], bucket.hidden, scale, partials.wants_lse))
+            merged = partials.merged().view(-1, num_heads, head_dim)
+            if out is None:
+                return merged
+            out[part.begin:] = merged
         return out
 
     def mla(self, layer: int, q_nope: Tensor, q_rope: Tensor, kv: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float,
@@ -91,8 +95,9 @@ class PagedAttention:
         if selected is None:
             for bucket in part.buckets:
                 found = bucket_rows(self._kv, layer, bucket).unsqueeze(2)  # [b, T, 1, ck + dr]
-                partials.put(bucket.index, *attend_rows(queries[bucket.index], found, found[..., :heads.latent_dim], bucket.hidden, heads.scale,
-                                                        partials.wants_lse))
+                own = queries if bucket.whole else queries[bucket.index]
+                partials.put(None if bucket.whole else bucket.index,
+                             *attend_rows(own, found, found[..., :heads.latent_dim], bucket.hidden, heads.scale, partials.wants_lse))
         else:
             some = (~selected.hidden[:, 0]).nonzero()[:, 0]  # an empty lane has nothing to add
             for index in some.split(max(1, SPARSE_TOKENS // selected.rows.shape[1])):
@@ -154,15 +159,20 @@ class Partials:
         self._exchange = exchange
         self._home = home
         self._type = queries.dtype
-        shape = queries.shape[:3]
+        if not self.wants_lse:
+            self._o = queries.new_empty((*queries.shape[:3], value_dim))  # every continue has keys here
+            return
         # The last column is the log-sum-exp, so that one collective carries both.
-        self._o = queries.new_zeros((*shape, value_dim + 1 if self.wants_lse else value_dim), dtype=torch.float32 if self.wants_lse else self._type)
-        if self.wants_lse:
-            self._o[..., -1] = float("-inf")
+        self._o = queries.new_zeros((*queries.shape[:3], value_dim + 1), dtype=torch.float32)
+        self._o[..., -1] = float("-inf")
 
-    def put(self, index: Tensor, o: Tensor, lse: Tensor | None) -> None:
-        """Results of the continues `index` [b]: o [b, Hkv, G, Dv], lse [b, Hkv, G]."""
-        self._o[index] = o if lse is None else torch.cat((o, lse.unsqueeze(-1)), -1)
+    def put(self, index: Tensor | None, o: Tensor, lse: Tensor | None) -> None:
+        """Results of the continues `index` [b], None: of all: o [b, Hkv, G, Dv], lse [b, Hkv, G]."""
+        found = o if lse is None else torch.cat((o, lse.unsqueeze(-1)), -1)
+        if index is None:
+            self._o = found
+        else:
+            self._o[index] = found
 
     def merged(self) -> Tensor:
         """[c, Hkv, G, Dv] of the continues at home here. Every rank must call it."""

@@ -35,6 +35,7 @@ class DecodeBucket:
     """Continues of similar length whose rows in this lane are gathered together."""
 
     index: Tensor  # int64 [b] among the step's continues
+    whole: bool  # all continues of the step, in their order
     rows: Tensor  # int64 [b, P] pool rows in this lane, padded with row 0
     page_starts: Tensor  # int64 [b, P] position of each page's first token
     num_keys: int  # longest of the bucket, in this lane
@@ -148,10 +149,11 @@ def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray
     packed = np.argsort(~mine, axis=1, kind="stable")  # [C, P]: this lane's pages first, in order of position
     filled = np.minimum(num_keys[:, None] - page_at[None] * page_size, page_size)
     lane_keys = np.where(mine, filled, 0).sum(1)
-    some = np.flatnonzero(lane_pages)
+    some, every = np.flatnonzero(lane_pages), np.arange(len(table))
     buckets = []
     for group in decode_buckets(lane_pages[some], page_size):
-        index = some[group]
+        whole = len(group) == len(table)
+        index = every if whole else some[group]
         width = int(lane_pages[index].max())
         place = packed[index, :width]
         valid = np.arange(width)[None] < lane_pages[index][:, None]
@@ -160,7 +162,7 @@ def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray
         beyond = np.arange(width * page_size)[None] >= lane_keys[index][:, None]  # [b, P * page_size]
         hidden = beyond[:, :most]
         buckets.append(DecodeBucket(
-            torch.from_numpy(index).to(device), torch.from_numpy(rows).to(device), torch.from_numpy(place * page_size).to(device), most,
+            torch.from_numpy(index).to(device), whole, torch.from_numpy(rows).to(device), torch.from_numpy(place * page_size).to(device), most,
             torch.from_numpy(np.flatnonzero(beyond)).to(device) if hidden.any() else None,
             torch.from_numpy(np.ascontiguousarray(hidden)).to(device) if hidden.any() else None))
     return buckets

@@ -74,6 +74,7 @@ def test_products_agree(num_rows, dtype):
 
 def test_form_decides():
     assert isinstance(product(Matrix(torch.randn(4, 4)), None), PlainProduct)
+    assert isinstance(product(Matrix(torch.randn(512, 512)), None), PackedProduct)
     packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     assert isinstance(product(Matrix(torch.randn(4, 4).bfloat16()), None), PackedProduct if packs else PlainProduct)
     with pytest.raises(ValueError, match="block scales"):
