@@ -8,7 +8,7 @@ import numpy as np
 
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.generation import Finish, Generation
-from sglane.entrypoints.openai.common import Head, Options, chat_logprobs, closing, ending, usage
+from sglane.entrypoints.openai.common import Head, Options, chat_logprobs, closing, ending, extension, usage
 from sglane.entrypoints.openai.parsing import Parsing
 from sglane.entrypoints.parsers.answer import join
 from sglane.entrypoints.parsers.counter import ReasoningCounter
@@ -151,7 +151,7 @@ class ChatWriter:
     def _chunk(self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finished: bool = False) -> bytes:
         delta = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None, **delta}
         end = choice.ending() if finished else ending(None)
-        more: dict[str, Any] = {}
+        more = extension([choice.generation], self._options) if finished else {}
         if self._options.continuous_usage:
             more["usage"] = usage([choice.generation], self._options, choice.num_reasoning_tokens())
         elif self._options.include_usage:

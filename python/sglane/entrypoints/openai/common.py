@@ -79,11 +79,16 @@ def usage(generations: Sequence[Generation], options: Options, num_reasoning_tok
 def closing(generations: Sequence[Generation], options: Options, num_reasoning_tokens: int = 0) -> dict[str, Any]:
     """What a body (or the usage chunk) ends with: usage, metadata, and `sglext` when it was asked for."""
     end = {"usage": usage(generations, options, num_reasoning_tokens), "metadata": {"weight_version": "default"}}
+    return {**end, **extension(generations, options)}
+
+
+def extension(generations: Sequence[Generation], options: Options) -> dict[str, Any]:
+    """`sglext`, if the request asked for it; streams carry it with each choice's last chunk, since a usage chunk may not come."""
     if not options.cached_details:
-        return end
+        return {}
     prompts = one_per_prompt(generations)
     details = {"device": sum(prompt.counts.cached_device for prompt in prompts), "host": sum(prompt.counts.cached_host for prompt in prompts)}
-    return {**end, "sglext": {"cached_tokens_details": details}}
+    return {"sglext": {"cached_tokens_details": details}}
 
 
 def ending(finish: Finish | None) -> dict[str, Any]:

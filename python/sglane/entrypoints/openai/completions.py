@@ -11,7 +11,7 @@ from sglane.entrypoints.body import read_object
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
-from sglane.entrypoints.openai.common import REFUSED, Head, Options, closing, completion_logprobs, ending, usage
+from sglane.entrypoints.openai.common import REFUSED, Head, Options, closing, completion_logprobs, ending, extension, usage
 from sglane.entrypoints.request_builder import Prompt, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import OPENAI, parse_sampling
@@ -97,7 +97,7 @@ class CompletionWriter:
 
     def _chunk(self, generation: Generation, text: str, logprobs: dict[str, Any] | None) -> bytes:
         choice = {"index": generation.index, "text": text, "logprobs": logprobs, **ending(generation.finish)}
-        more: dict[str, Any] = {}
+        more = extension([generation], self._options) if generation.finish is not None else {}
         if self._options.continuous_usage:
             more["usage"] = usage([generation], self._options)
         elif self._options.include_usage:

@@ -211,6 +211,16 @@ def test_cached_token_details(front):
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
 
 
+@pytest.mark.parametrize("path, prompt", [("/v1/completions", {"prompt": [504] * 10}),
+                                          ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})])
+def test_cached_token_details_in_streams(front, path, prompt):
+    """With the last chunk of the choice, though no usage chunk was asked for."""
+    chunks = list(front.stream(path, {**prompt, "max_tokens": 3, "ignore_eos": True, "return_cached_tokens_details": True}))
+    with_details = [chunk for chunk in chunks if isinstance(chunk, dict) and "sglext" in chunk]
+    assert len(with_details) == 1 and with_details[0]["choices"][0]["finish_reason"] == "length"
+    assert with_details[0]["sglext"]["cached_tokens_details"]["device"] > 0
+
+
 def test_a_model_without_template(front, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "_template", None)
     response = front.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
