@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kits.checkpoints import CHECKPOINTS, tiny
+from kits.checkpoints import CHECKPOINTS, FAMILIES, tiny
 from kits.real_engine import TinyModel, full_logprobs, reported_logprobs
 from sglane import environ
 
@@ -74,15 +74,13 @@ def test_logits_tokens_and_sets(family, page_size, chunk):
             tap.assert_equal(index, ref[f"topk.{n}"].numpy())
 
 
-@pytest.mark.parametrize("family", CHECKPOINTS)
-def test_every_hit_length(family):
-    """A prefix of every length 0..n is in the tree; the hit is exact and the answer is the cold one."""
+def check_hits(family, hits, page_size):
+    """A prefix of each of these lengths is in the tree; the hit is exact and the answer is the cold one."""
     model, ref = load(family)
     n = 65
     prompt, greedy = ref[f"prompt.{n}"].numpy(), ref[f"greedy.{n}"].tolist()
-    step = 1 if family in ("llama", "glm_moe_dsa") else 6
-    for hit in [*range(0, n, step), n - 1, n]:
-        engine = model.engine(page_size=16, chunk=64, num_pages=64)
+    for hit in hits:
+        engine = model.engine(page_size=page_size, chunk=64, num_pages=1024 // page_size)
         other = prompt.copy()
         if hit < n:
             other[hit] = (other[hit] + 1) % model.config.vocab_size
@@ -94,8 +92,22 @@ def test_every_hit_length(family):
         assert engine.outputs["hit"] == greedy, hit
 
 
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_hit_lengths(family):
+    every = range(0, 66, 1 if family in ("llama", "glm_moe_dsa") else 6)
+    check_hits(family, [*every, 64, 65], page_size=16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("family", CHECKPOINTS)
+def test_every_hit_length(family, page_size):
+    check_hits(family, range(66), page_size)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "deepseek_v32", "glm_moe_dsa_share"])
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS if name not in FAMILIES)])
 def test_after_retraction_and_eviction(family, overlap):
     """A pool that holds two of the requests: evictions and retractions happen, no answer changes."""
     model, ref = load(family)
