@@ -36,7 +36,7 @@ class DenseAttention:
         self._length += len(tokens)
         self.selections = []
         with torch.inference_mode():
-            return model.forward(ForwardBatch(tokens, self._positions, self, self.hooks))
+            return model.forward(ForwardBatch(tokens, self._positions, torch.arange(len(tokens)), self, self.hooks))
 
     def gqa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         repeat = q.shape[1] // k.shape[1]

@@ -51,7 +51,7 @@ class ToyModel:
             h = torch.nn.functional.layer_norm(x, x.shape[-1:])
             x = x + self._attend(batch.attention, layer, h).flatten(1) @ self._out[layer]
             batch.hooks.layer_end(layer)
-        return torch.nn.functional.layer_norm(x, x.shape[-1:])
+        return torch.nn.functional.layer_norm(x, x.shape[-1:])[batch.outputs]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self._embedding.T
@@ -70,8 +70,8 @@ class ToyModel:
 
     def reference(self, tokens: list[int]) -> Tensor:
         """Logits [T, V] of a whole sequence, by naive attention."""
-        ids = torch.tensor(tokens)
-        return self.logits(self.forward(ForwardBatch(ids, torch.arange(len(ids)), NaiveAttention(), NoHooks())))
+        ids, every = torch.tensor(tokens), torch.arange(len(tokens))
+        return self.logits(self.forward(ForwardBatch(ids, every, every, NaiveAttention(), NoHooks())))
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """What an undisturbed greedy run gives."""

@@ -60,5 +60,6 @@ class ForwardBatch:
 
     tokens: Tensor  # int64 [n]
     positions: Tensor  # int64 [n]
+    outputs: Tensor  # int64 [m], ascending: the tokens whose final hidden states are wanted
     attention: AttentionOps
     hooks: LayerHooks

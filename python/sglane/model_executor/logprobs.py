@@ -31,6 +31,16 @@ class Scored:
     asked: np.ndarray  # float32 [n, m]
 
 
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """Prompt tokens of one slot that this rank scores in this step."""
+
+    slot: int
+    rows: np.ndarray  # int64 [n]: tokens of the step, in global order, in front of the scored ones
+    positions: np.ndarray  # int64 [n] of the scored tokens
+    tokens: np.ndarray  # int32 [n]
+
+
 def score(logits: Tensor, token_ids: np.ndarray, params: SamplingParams) -> Scored:
     """logits float32 [n, V], token_ids [n]: each row's token."""
     lse = logits.logsumexp(-1, keepdim=True)  # [n, 1]
@@ -52,8 +62,8 @@ def block(slot: int, positions: np.ndarray, token_ids: np.ndarray, parts: list[S
         np.concatenate([part.top_logprobs for part in parts]).tobytes(), np.concatenate([part.asked for part in parts]).tobytes())
 
 
-def score_prompt(head: Head, hidden: Tensor, slot: int, positions: np.ndarray, token_ids: np.ndarray, params: SamplingParams) -> LogprobBlock:
-    """hidden [n, hidden]: the rows in front of `positions` int64 [n], whose tokens are `token_ids` [n]; logits exist in tiles only."""
-    parts = [score(head.logits(hidden[begin:begin + TILE_ROWS]), token_ids[begin:begin + TILE_ROWS], params)
-             for begin in range(0, len(positions), TILE_ROWS)]
-    return block(slot, positions, token_ids, parts)
+def score_prompt(head: Head, hidden: Tensor, prompt: ScoredPrompt, params: SamplingParams) -> LogprobBlock:
+    """hidden [n, hidden]: the prompt's `rows`; logits exist in tiles only."""
+    parts = [score(head.logits(hidden[begin:begin + TILE_ROWS]), prompt.tokens[begin:begin + TILE_ROWS], params)
+             for begin in range(0, len(prompt.tokens), TILE_ROWS)]
+    return block(prompt.slot, prompt.positions, prompt.tokens, parts)

@@ -42,7 +42,7 @@ class Model(Protocol):
     weight_bytes: int
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [n, hidden] of the batch's tokens after the final norm."""
+        """Hidden states [m, hidden] of the batch's `outputs` after the final norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -52,15 +52,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class StepForward:
-    """hidden [n, hidden] of the local tokens, which are the global tokens `local` int64 [n], ascending."""
+    """hidden [m, hidden] of the global tokens `tokens` int64 [m], ascending."""
 
     hidden: Tensor
-    split: TokenSplit
-    local: np.ndarray
+    tokens: np.ndarray
 
     def rows_of(self, tokens: np.ndarray) -> Tensor:
-        """Hidden rows [m, hidden] of global tokens int64 [m], all of which are local."""
-        index = np.searchsorted(self.local, tokens)
+        """Hidden rows [k, hidden] of global tokens int64 [k], all of which were asked for."""
+        index = np.searchsorted(self.tokens, tokens)
         return self.hidden.index_select(0, torch.from_numpy(index).to(self.hidden.device))
 
 
@@ -80,16 +79,17 @@ class ModelRunner:
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
 
-    def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit) -> StepForward:
-        """entries: `num_extends` extends, then continues; tokens int64 [T] in global order. Every rank calls it, also without local tokens."""
+    def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit, outputs: np.ndarray) -> StepForward:
+        """entries: `num_extends` extends, then continues; tokens int64 [T] in global order; outputs int64 [m], ascending: local tokens, by
+        their place in that order, whose hidden states are wanted. Every rank calls it, also without local tokens."""
         exchange = self._exchange
         local = split.local(exchange.rank)
         view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device)
         index = self._pool.planes.get("target.index")
         attention = PagedAttention(self._pool.plane("target.kv"), index, view, exchange, self._tap)
         batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
-                             attention, self._hooks)
-        return StepForward(self._model.forward(batch), split, local)
+                             torch.from_numpy(np.searchsorted(local, outputs)).to(self._device), attention, self._hooks)
+        return StepForward(self._model.forward(batch), outputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] -> float32 [m, V]."""

@@ -1,6 +1,9 @@
 """How many compute threads a step gets. Switching costs 0.2 us, so it is done for every step."""
 import os
+import time
+from collections.abc import Callable
 
+import psutil
 import torch
 
 from sglane import environ
@@ -9,15 +12,22 @@ from sglane import environ
 DECODE_TOKENS = 16
 #: Weights below this size stay in the caches: threads would wait for one another longer than they work.
 SMALL_MODEL_BYTES = 1 << 26
+#: Time over which the load of other processes is averaged.
+LOAD_WINDOW_S = 0.25
 
 
 class ThreadPolicy:
-    """One thread for decode-sized steps of small models, all cores of the rank for the others."""
+    """One thread for decode-sized steps of small models. For the others the cores of the rank that other processes leave free.
+
+    Threads of one product wait for each other, so a thread that has to share its core stops all of them for scheduler ticks.
+    """
 
     def __init__(self, num_ranks: int, weight_bytes: int):
         """weight_bytes: of this rank's model."""
         self._fixed = environ.SGLANE_NUM_THREADS
-        self._cores = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+        cores = os.sched_getaffinity(0)
+        self._load = ForeignLoad(cores)
+        self._cores = max(1, len(cores) // num_ranks)
         self._is_small = weight_bytes < SMALL_MODEL_BYTES
         self.for_load()
 
@@ -27,4 +37,36 @@ class ThreadPolicy:
 
     def for_step(self, num_tokens: int) -> None:
         """num_tokens: local tokens of the step about to run."""
-        torch.set_num_threads(self._fixed or (1 if self._is_small and num_tokens <= DECODE_TOKENS else self._cores))
+        torch.set_num_threads(self._fixed or (1 if self._is_small and num_tokens <= DECODE_TOKENS else self._free_cores()))
+
+    def _free_cores(self) -> int:
+        return 1 if self._cores == 1 else max(1, min(self._cores, self._load.free_cores()))
+
+
+class ForeignLoad:
+    """Cores of a set that are not busy with other processes."""
+
+    def __init__(self, cores: set[int], clock: Callable[[], float] = time.monotonic):
+        self._cores = cores
+        self._clock = clock
+        self._since = clock()
+        self._busy_s, self._own_s = self._times()
+        self._free = len(cores)
+
+    def free_cores(self) -> int:
+        """Cores, rounded; looked up anew every LOAD_WINDOW_S."""
+        now = self._clock()
+        elapsed_s = now - self._since
+        if elapsed_s >= LOAD_WINDOW_S:
+            busy_s, own_s = self._times()
+            foreign = (busy_s - self._busy_s - own_s + self._own_s) / elapsed_s
+            self._free = len(self._cores) - round(max(0.0, foreign))
+            self._since, self._busy_s, self._own_s = now, busy_s, own_s
+        return self._free
+
+    def _times(self) -> tuple[float, float]:
+        """Seconds of CPU that everybody, and that this process has used on these cores."""
+        every = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in self._cores]
+        busy_s = sum(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+                     for times in every)
+        return busy_s, time.process_time()

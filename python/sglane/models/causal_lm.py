@@ -36,9 +36,11 @@ class DecoderLayer:
                  for name in ("input_layernorm", "post_attention_layernorm")]
         return DecoderLayer(norms[0], attention, norms[1], mlp)
 
-    def __call__(self, h: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """h [n, hidden] is changed in place."""
+    def __call__(self, h: Tensor, angles: Angles, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """h [n, hidden] is changed in place. rows int64 [m]: only these are computed to the end and returned, [m, hidden]."""
         h.add_(self._attention(self._input_norm(h), angles, batch))
+        if rows is not None and len(rows) < len(h):
+            h = h.index_select(0, rows)
         return h.add_(self._mlp(self._post_norm(h)))
 
 
@@ -63,11 +65,12 @@ class CausalLM:
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [n, hidden] of the batch's tokens after the final norm; n may be 0."""
+        """Hidden states [m, hidden] of the tokens `batch.outputs` after the final norm; m may be 0."""
         angles = self._rotary.angles(batch.positions)
         h = self.embedding(batch.tokens)
+        last = len(self.layers) - 1
         for layer, decoder in enumerate(self.layers):
-            h = decoder(h, angles, batch)
+            h = decoder(h, angles, batch, batch.outputs if layer == last else None)
             batch.hooks.layer_end(layer)
         return self.norm(h)
 
