@@ -37,7 +37,7 @@ PATTERNS = ('"("', '""', '"a*"', '"(?:)"', '["["]', "3", '"(?P<n"', json.dumps("
 DEEP = "[" * 400 + "]" * 400
 GRAMMARS = (
     ("json_schema", '"{"'), ("json_schema", "[1]"), ("json_schema", '{"not": {}}'),
-    ("json_schema", '{"$ref": "#"}'), ("json_schema", '{"$ref": "http://x"}'),
+    ("json_schema", '{"$ref": "#"}'), ("json_schema", '{"$ref": "other.json"}'),
     ("json_schema", '{"minimum": NaN}'), ("json_schema", '{"type": "nothing"}'), ("json_schema", json.dumps('{"items":' * 5000 + "{}" + "}" * 5000)),
     ("json_schema", '{"items":' * 150 + "{}" + "}" * 150), ("json_schema", '{"const": ' + "[" * 150 + "]" * 150 + "}"),
     ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
