@@ -99,7 +99,7 @@ def junk(rng: random.Random, depth: int = 0) -> Any:
     if depth > 2:
         return 1
     if kind == 8:
-        return [junk(rng, depth + 1) for _ in range(rng.choice([1, 2, 5]))] * rng.choice([1, 1, 1, 300])
+        return [junk(rng, depth + 1) for _ in range(rng.choice([1, 2, 5]))] * (rng.choice([1, 1, 300]) if depth == 0 else 1)
     names = ["role", "content", "type", "text", "5", "schema", "rid", "function", ""]
     return {rng.choice(names): junk(rng, depth + 1) for _ in range(rng.choice([1, 3]))}
 
