@@ -51,7 +51,7 @@ def mixture(rng: random.Random, names: dict[str, str]) -> dict[str, Any]:
         (0.15, names["min"], 1), (0.2, "n", rng.choice([2, 3])), (0.1, "stream_interval", 3), (0.1, "skip_special_tokens", False),
     ]
     fields = {name: value for chance, name, value in options if rng.random() < chance}
-    return {names["max"]: rng.randint(1, 48), **fields}
+    return {names["max"]: rng.randint(1, 96), **fields}
 
 
 def prompt_ids(rng: random.Random) -> list[int]:

@@ -11,7 +11,7 @@ from kits.server import Server
 from kits.text_checkpoint import with_text
 
 FLAGS = (
-    "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "1024", "--max-running-requests", "16", "--chunked-prefill-size", "64",
+    "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "640", "--max-running-requests", "16", "--chunked-prefill-size", "64",
     "--schedule-conservativeness", "0.1", "--tool-call-parser", "qwen3", "--reasoning-parser", "qwen3", "--log-level", "warning",
 )
 ALLOWED = ["tail_copy_skipped"]
