@@ -284,7 +284,7 @@ class Fuzzer:
 
     def __init__(self, url: str, fields: Mapping[str, Sequence[str]], seed: int):
         self.statuses: Counter[int] = Counter()
-        self.slowest_s = 0.0
+        self.slowest = (0.0, -1)  # seconds, request
         self._url = url
         self._fields = fields
         self._seed = seed
@@ -302,7 +302,7 @@ class Fuzzer:
                     return
                 request, begin_s = hostile(self._seed, index, self._fields), time.monotonic()
                 answer = await send(self._url, request)
-                self.slowest_s = max(self.slowest_s, time.monotonic() - begin_s)
+                self.slowest = max(self.slowest, (time.monotonic() - begin_s, index))
                 self.statuses[answer.status] += 1
                 what = complaint(request, answer)
                 if what:

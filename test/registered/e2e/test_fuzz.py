@@ -34,6 +34,7 @@ def resident(server):
 @pytest.mark.parametrize(("num_requests", "seed"), [(1000, 1), pytest.param(10_000, 2, marks=pytest.mark.slow)])
 def test_mutated_bodies(server, num_requests, seed):
     canary = Canary.record(server)
+    server.ask("/tokenize", {"prompt": "many words " * 150_000})  # the front's high-water mark: a tokenizer needs 100 times the text
     fuzzer = Fuzzer(server.url, schema_fields(server), seed)
     found = fuzzer.run(0, num_requests // 3)
     assert not found, report(found, server.url)
@@ -44,7 +45,7 @@ def test_mutated_bodies(server, num_requests, seed):
     for status in (200, 400, 404, 405, 415):
         assert fuzzer.statuses[status], f"{status} never came: {fuzzer.statuses}"
     assert fuzzer.statuses[200] > num_requests * 0.1, f"hardly anything was valid: {fuzzer.statuses}"
-    assert fuzzer.slowest_s < 30, f"an answer took {fuzzer.slowest_s:.0f} s"
+    assert fuzzer.slowest[0] < 30, f"seconds, request: {fuzzer.slowest}"
     assert_clean(wait_idle(server), allowed_fallbacks=ALLOWED)
     growth = {pid: resident(server).get(pid, 0) - size for pid, size in before.items()}
     assert max(growth.values()) < MAX_GROWTH_BYTES, f"bytes that processes grew: {growth}"
