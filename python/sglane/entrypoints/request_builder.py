@@ -64,8 +64,9 @@ class RequestBuilder:
         if sum(prompt.sampling.num_choices for prompt in prompts) > MAX_GENERATIONS:
             raise bad_field("n", f"times the number of prompts is more than {MAX_GENERATIONS}")
         if (num_values := sum(num_prompt_logprobs(prompt) for prompt in prompts)) > MAX_PROMPT_LOGPROBS:
-            raise bad_field("logprob_start_len", f"asks for {num_values} log probabilities of prompt tokens, more than {MAX_PROMPT_LOGPROBS}: "
-                                                 "start later, or ask for fewer at each position")
+            name = "logprobs" if prompts[0].field == "prompt" else "logprob_start_len"
+            raise bad_field(name, f"asks for {num_values} log probabilities of prompt tokens, more than {MAX_PROMPT_LOGPROBS}: "
+                                  "start later, or ask for fewer at each position")
         generations: list[Generation] = []
         for prompt, room in zip(prompts, rooms):
             for choice in range(prompt.sampling.num_choices):

@@ -251,6 +251,9 @@ def test_prompt_logprobs_of_a_request_are_limited(front, monkeypatch):
     answer = check_refusal(front.post("/generate", {**wish, "input_ids": [[504] * 6, [504] * 5]}))
     assert answer["param"] == "logprob_start_len" and "66" in answer["message"]
     front.ask("/generate", {**wish, "input_ids": [[504] * 5, [504] * 5]})
+    echo = {"prompt": [504] * 11, "echo": True, "logprobs": 5, "max_tokens": 1}
+    assert check_refusal(front.post("/v1/completions", echo))["param"] == "logprobs"
+    front.ask("/v1/completions", {**echo, "prompt": [504] * 10})
 
 
 def test_abort_names_are_checked_before_one_is_ended(front):
