@@ -212,6 +212,10 @@ class Server:
         """POST JSON; returns the response whatever its status."""
         return self._client.post(path, json=body, params=params)
 
+    def send(self, method: str, path: str, content: bytes = b"", content_type: str = "application/json") -> httpx.Response:
+        """Any bytes; returns the response whatever its status."""
+        return self._client.request(method, path, content=content, headers={"content-type": content_type} if content_type else {})
+
     def ask(self, path: str, body: Any) -> Any:
         """POST JSON and return the JSON answer; raises ServerFailed on any status but 200."""
         response = self.post(path, body)

@@ -16,8 +16,12 @@ class Choice:
     logprobs: list[Any] = field(default_factory=list)
 
 
-def collect_openai(events: Sequence[dict[str, Any]], num_choices: int, include_usage: bool, chat: bool) -> tuple[list[Choice], dict[str, Any] | None]:
-    """Events of /v1/completions or /v1/chat/completions (without [DONE]) -> choices in order, usage. Raises AssertionError on disorder."""
+def collect_openai(events: Sequence[dict[str, Any]], num_choices: int, include_usage: bool, chat: bool, *,
+                   is_garbage: bool = False) -> tuple[list[Choice], dict[str, Any] | None]:
+    """Events of /v1/completions or /v1/chat/completions (without [DONE]) -> choices in order, usage. Raises AssertionError on disorder.
+
+    is_garbage: the bytes are random, so a chunk may end with a replacement mark for one that is surely invalid.
+    """
     choices = {index: Choice() for index in range(num_choices)}
     usage = None
     ids = {event["id"] for event in events}
@@ -32,6 +36,8 @@ def collect_openai(events: Sequence[dict[str, Any]], num_choices: int, include_u
         choice = choices[part["index"]]
         assert choice.finish_reason is None, f"choice {part['index']} goes on after its finish: {event}"
         add_part(choice, part, chat)
+        is_half = choice.text.endswith("\ufffd") and not part["finish_reason"]
+        assert is_garbage or not is_half, "half a character was sent"
     unfinished = [index for index, choice in choices.items() if choice.finish_reason is None]
     assert not unfinished, f"choices without a finish: {unfinished}"
     assert (usage is not None) == include_usage, "usage is missing" if include_usage else "usage was not asked for"
@@ -47,7 +53,6 @@ def add_part(choice: Choice, part: dict[str, Any], chat: bool) -> None:
         choice.text += delta.get("content") or ""
     else:
         choice.text += part["text"]
-    assert "\ufffd" not in choice.text or not choice.text.endswith("\ufffd") or part["finish_reason"], "half a character was sent"
     choice.num_chunks += 1
     choice.finish_reason = part["finish_reason"]
     choice.matched_stop = part["matched_stop"]

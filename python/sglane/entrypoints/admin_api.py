@@ -122,8 +122,8 @@ class AdminApi:
         if fields.flag("abort_all"):
             client.abort_all()
         else:
-            for name in rid if isinstance(rid, list) else [rid]:
-                client.abort(check_rid(name))
+            for name in [check_rid(name) for name in (rid if isinstance(rid, list) else [rid])]:  # all are checked before one is ended
+                client.abort(name)
         return Response(status_code=200)
 
     async def models(self, request: Request) -> Response:

@@ -22,6 +22,7 @@ COMPILE_LIMIT_S = 3.0
 #: Longest wait for other clients' grammars.
 QUEUE_LIMIT_S = 6.0
 START_LIMIT_S = 60.0
+MAX_STARTS = 3
 #: Verdicts that are remembered.
 MAX_KNOWN = 4096
 WORKER = "sglane.model_executor.grammar_worker"
@@ -90,6 +91,7 @@ class GrammarChecker:
         key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         is_new = key not in self._known
         if is_new:
+            await self._running_worker()  # its start is no wait for others' grammars
             try:
                 await asyncio.wait_for(self._lock.acquire(), QUEUE_LIMIT_S)
             except TimeoutError as error:
@@ -111,7 +113,8 @@ class GrammarChecker:
             self._known.popitem(last=False)
 
     async def _try_out(self, grammar: Grammar) -> str:
-        worker = await self._running_worker()
+        worker, task = await self._running_worker(), self._worker
+        assert task is not None, "the worker that runs is known"
         try:
             return await worker.ask(msgspec.json.encode(grammar), COMPILE_LIMIT_S)
         except TimeoutError:
@@ -120,25 +123,35 @@ class GrammarChecker:
             logger.warning("the grammar worker ended (%s) on a %s of %d characters", type(error).__name__, grammar.kind, len(grammar.text))
             verdict = "it is too complex: the compiler failed on it"
         except BaseException:
-            self._worker = None  # it was killed in the middle of an answer
+            self._forget(task)  # it was killed in the middle of an answer
             raise
         await worker.wait()
-        self._worker = asyncio.create_task(Worker.start(self._vocabulary))  # the next one need not wait for it
+        self._forget(task)
+        if self._worker is None:
+            self._worker = asyncio.create_task(Worker.start(self._vocabulary))  # the next one need not wait for it
         return verdict
 
     async def _running_worker(self) -> Worker:
-        if self._worker is None:
-            self._worker = asyncio.create_task(Worker.start(self._vocabulary))
-        try:
-            worker = await asyncio.shield(self._worker)
-            if worker.has_ended():  # between two questions: no grammar's fault
-                self._worker = asyncio.create_task(Worker.start(self._vocabulary))
-                worker = await asyncio.shield(self._worker)
-            return worker
-        except (TimeoutError, *WORKER_ERRORS) as error:
+        """Started if there is none. Several may wait here. Raises a 503."""
+        for _ in range(MAX_STARTS):
+            task = self._worker
+            if task is None:
+                task = self._worker = asyncio.create_task(Worker.start(self._vocabulary))
+            try:
+                worker = await asyncio.shield(task)
+            except (TimeoutError, *WORKER_ERRORS) as error:
+                self._forget(task)
+                logger.error("the grammar worker did not start: %s: %s", type(error).__name__, error)
+                raise ApiError(503, "structured output is not available: the grammar compiler did not start") from error
+            if not worker.has_ended():
+                return worker
+            self._forget(task)  # it ended between two questions: no grammar's fault
+        raise ApiError(503, "structured output is not available: the grammar compiler does not keep running")
+
+    def _forget(self, task: "asyncio.Task[Worker]") -> None:
+        """Unless another one that waited has started a new worker already."""
+        if self._worker is task:
             self._worker = None
-            logger.error("the grammar worker did not start: %s: %s", type(error).__name__, error)
-            raise ApiError(503, "structured output is not available: the grammar compiler did not start") from error
 
     async def close(self) -> None:
         """Ends the worker. Idempotent."""

@@ -1,11 +1,12 @@
 """Structured output as clients ask for it -> a Grammar. Looks at form and size only; whether it compiles is for `grammar_checker`."""
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
 from sglane.entrypoints.errors import ApiError, bad_field
-from sglane.entrypoints.validation import Fields, kind_of
+from sglane.entrypoints.validation import Fields, check_depth, children, kind_of, shown
 from sglane.plan.io_struct import Grammar
 
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -53,7 +54,7 @@ def from_response_format(form: dict[str, Any]) -> Grammar:
     if kind == "structural_tag":
         return from_tag(name, form)
     if kind != "json_schema":
-        raise bad_field(name, f"has the type {str(kind)[:40]!r}, not text, json_object, json_schema or structural_tag")
+        raise bad_field(name, f"has the type {shown(kind)!r}, not text, json_object, json_schema or structural_tag")
     inner = form.get("json_schema")
     if not isinstance(inner, dict):
         raise bad_field(name, f"needs json_schema, an object with a schema, not {kind_of(inner)}")
@@ -72,7 +73,7 @@ def from_schema(name: str, value: Any, *, strict: bool) -> Grammar:
     if not isinstance(schema, dict | bool):
         raise bad_field(name, f"must be a JSON schema: an object, not {kind_of(schema)}")
     check_schema(name, schema)
-    return sized(name, Grammar("json_schema", orjson.dumps(schema).decode(), strict))
+    return sized(name, Grammar("json_schema", written(name, schema), strict))
 
 
 def from_tag(name: str, value: Any) -> Grammar:
@@ -84,7 +85,7 @@ def from_tag(name: str, value: Any) -> Grammar:
         tag = {"type": "structural_tag", "format": from_structures(name, tag)}
     for schema in schemas_of_tag(tag):
         check_schema(name, schema)
-    return sized(name, Grammar("structural_tag", orjson.dumps(tag).decode()))
+    return sized(name, Grammar("structural_tag", written(name, tag)))
 
 
 def from_structures(name: str, tag: dict[str, Any]) -> dict[str, Any]:
@@ -105,23 +106,16 @@ def read_json(name: str, value: Any) -> Any:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise bad_field(name, f"is not valid JSON: {error}") from error
-    check_depth(name, value)
+    check_depth(name, value, MAX_DEPTH)
     return value
 
 
-def check_depth(name: str, value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [item for holder in level for item in children(holder)]
-        if not level:
-            return
-    raise bad_field(name, f"has more than {MAX_DEPTH} arrays and objects inside one another")
-
-
-def children(holder: Any) -> Iterator[Any]:
-    """Arrays and objects directly inside."""
-    items = holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
-    return (item for item in items if isinstance(item, dict | list))
+def written(name: str, value: Any) -> str:
+    """As JSON. What Python reads and JSON does not know (NaN, Infinity) is refused: it would become null."""
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    except ValueError as error:
+        raise bad_field(name, "has a number that is not finite") from error
 
 
 def check_groups(name: str, text: str) -> None:

@@ -13,7 +13,7 @@ from sglane.entrypoints.body import read_object
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Finish, Generation, LogprobWish, TokenLogprob
-from sglane.entrypoints.request_builder import Prompt, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
+from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import NATIVE, ModelFacts, Sampling, parse_sampling
 from sglane.entrypoints.server_state import Engine, ServerState
@@ -73,8 +73,7 @@ class NativeApi:
         namespaces = namespaces_of(fields, len(inputs.values), inputs.is_batch)
         priority = priority_of(fields)
         prompts = []
-        for name, value, sampling, wish, namespace in zip(job.names, inputs.values, *parsed, namespaces):
-            ids = await tokens_of(engine, inputs.field, value)
+        for name, ids, sampling, wish, namespace in zip(job.names, await tokens_of(engine, inputs), *parsed, namespaces):
             prompts.append(Prompt(name, ids, sampling, wish, namespace, priority, inputs.field))
         engine.builder.submit(job, prompts, stream)
 
@@ -98,22 +97,24 @@ def read_inputs(fields: Fields) -> Inputs:
     if not isinstance(ids, list):
         raise bad_field("input_ids", f"must be an array of token ids, not {kind_of(ids)}")
     if ids and isinstance(ids[0], list):
-        return Inputs("input_ids", ids, True)
+        return not_empty(Inputs("input_ids", ids, True))
     return not_empty(Inputs("input_ids", [ids] if ids else [], False))
 
 
 def not_empty(inputs: Inputs) -> Inputs:
     if not inputs.values:
         raise bad_field(inputs.field, "must not be empty")
+    check_num_prompts(inputs.field, len(inputs.values))
     return inputs
 
 
-async def tokens_of(engine: Engine, field: str, value: Any) -> npt.NDArray[np.int32]:
-    if isinstance(value, str):
-        if not value:
-            raise bad_field(field, "must not be empty")
-        return await need_tokenizer(engine.tokenizer, field).encode_prompt(value)
-    return token_ids(field, value, engine.facts.vocab_size)
+async def tokens_of(engine: Engine, inputs: Inputs) -> list[npt.NDArray[np.int32]]:
+    """Token ids of every prompt."""
+    if inputs.field == "input_ids":
+        return [token_ids(inputs.field, value, engine.facts.vocab_size) for value in inputs.values]
+    if not all(inputs.values):
+        raise bad_field(inputs.field, "must not be empty")
+    return await need_tokenizer(engine.tokenizer, inputs.field).encode_texts(inputs.values)
 
 
 def read_samplings(fields: Fields, inputs: Inputs, facts: ModelFacts, stream_interval: int) -> list[Sampling]:
@@ -144,11 +145,19 @@ def read_wishes(fields: Fields, inputs: Inputs, facts: ModelFacts) -> list[Logpr
             output=Fields({"return_logprob": output}).flag("return_logprob"),
             start=check_integer("logprob_start_len", start, -1, -1, facts.max_request_tokens),
             num_top=check_integer("top_logprobs_num", num_top, 0, 0, min(MAX_TOP_LOGPROBS, facts.vocab_size)),
-            asked_ids=Fields({"token_ids_logprob": ids}).token_list("token_ids_logprob", facts.vocab_size),
+            asked_ids=read_asked(ids, facts),
             with_text=with_text,
         )
         wishes.append(wish if wish.output else LogprobWish())
     return wishes
+
+
+def read_asked(value: Any, facts: ModelFacts) -> list[int]:
+    """Token ids whose log probabilities are asked for at every position."""
+    ids = Fields({"token_ids_logprob": value}).token_list("token_ids_logprob", facts.vocab_size)
+    if len(ids) > MAX_TOP_LOGPROBS:
+        raise bad_field("token_ids_logprob", f"has {len(ids)} token ids, more than {MAX_TOP_LOGPROBS}")
+    return ids
 
 
 class AnswerWriter:

@@ -16,6 +16,8 @@ from sglane.entrypoints.validation import Fields, check_rid, per_item
 from sglane.plan.io_struct import GenerateRequest
 
 MAX_GENERATIONS = 4096  # prompts times choices of one HTTP request
+#: Log probabilities of prompt tokens that one HTTP request may ask for (positions times the tokens at each): they all come at once.
+MAX_PROMPT_LOGPROBS = 1 << 22
 MAX_PRIORITY = 1 << 31
 #: Prefill/decode hand-over; null where a router fills in nothing.
 BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size", "disagg_prefill_dp_rank")
@@ -61,6 +63,10 @@ class RequestBuilder:
         rooms = [self.check_length(prompt) for prompt in prompts]
         if sum(prompt.sampling.num_choices for prompt in prompts) > MAX_GENERATIONS:
             raise bad_field("n", f"times the number of prompts is more than {MAX_GENERATIONS}")
+        if (num_values := sum(num_prompt_logprobs(prompt) for prompt in prompts)) > MAX_PROMPT_LOGPROBS:
+            name = "logprobs" if prompts[0].field == "prompt" else "logprob_start_len"
+            raise bad_field(name, f"asks for {num_values} log probabilities of prompt tokens, more than {MAX_PROMPT_LOGPROBS}: "
+                                  "start later, or ask for fewer at each position")
         generations: list[Generation] = []
         for prompt, room in zip(prompts, rooms):
             for choice in range(prompt.sampling.num_choices):
@@ -129,3 +135,16 @@ def need_tokenizer(tokenizer: TextTokenizer | None, what: str) -> TextTokenizer:
     if tokenizer is None:
         raise ApiError(400, f"{what} needs a tokenizer, but the server was started with --skip-tokenizer-init: send input_ids to /generate", what)
     return tokenizer
+
+
+def num_prompt_logprobs(prompt: Prompt) -> int:
+    """Log probabilities of prompt tokens that all choices of the prompt bring."""
+    wish = prompt.wish
+    num_positions = len(prompt.token_ids) - wish.start if wish.start >= 0 else 0
+    return num_positions * (1 + wish.num_top + len(wish.asked_ids)) * prompt.sampling.num_choices
+
+
+def check_num_prompts(field: str, num_prompts: int) -> None:
+    """Before any of them is tokenized."""
+    if num_prompts > MAX_GENERATIONS:
+        raise bad_field(field, f"has {num_prompts} prompts, more than {MAX_GENERATIONS}")

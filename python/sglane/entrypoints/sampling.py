@@ -6,7 +6,7 @@ import msgspec
 
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.grammar_fields import parse_grammar
-from sglane.entrypoints.validation import Fields, check_integer
+from sglane.entrypoints.validation import Fields, check_integer, shown
 from sglane.plan.io_struct import SamplingParams
 
 GREEDY_BELOW = 1e-5  # smaller temperatures are taken as 0
@@ -93,7 +93,7 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
         raise bad_field(names.min_new_tokens, f"and {grammar_field} exclude each other: the grammar decides where the answer ends")
     stop_token_ids = fields.token_list("stop_token_ids", facts.vocab_size)
     if not fields.flag("ignore_eos") or grammar is not None:  # the end of a grammar is always the end of the answer
-        stop_token_ids = list(dict.fromkeys([*stop_token_ids, *facts.eos_token_ids]))
+        stop_token_ids += facts.eos_token_ids
     temperature = fields.number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
     top_k = fields.integer("top_k", -1, -1, MAX_TOKENS)
     params = SamplingParams(
@@ -106,7 +106,7 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         presence_penalty=fields.number("presence_penalty", 0.0, -2.0, 2.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.0, 2.0, above=True),
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=list(dict.fromkeys(stop_token_ids)),
         logit_bias=parse_logit_bias(fields, facts.vocab_size),
         grammar=grammar,
     )
@@ -128,12 +128,14 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
 def parse_logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     """{"token id": bias}: keys are integer strings inside the vocabulary."""
     biases = Fields(fields.object("logit_bias"))
-    parsed = {}
+    parsed: dict[int, float] = {}
+    if len(fields.object("logit_bias")) > vocab_size:
+        raise bad_field("logit_bias", f"has more entries than the vocabulary ({vocab_size})")
     for key in fields.object("logit_bias"):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS) or int(key) >= vocab_size:
             raise bad_field("logit_bias", f"has the key {key[:40]!r}, which is no token id in [0, {vocab_size - 1}]")
         value = biases.get(key)
         if type(value) not in (int, float) or not -MAX_BIAS <= value <= MAX_BIAS:
-            raise bad_field("logit_bias", f"must have values in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {value!r} for token {key}")
+            raise bad_field("logit_bias", f"must have values in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {shown(value)} for token {key}")
         parsed[int(key)] = float(value)
     return parsed

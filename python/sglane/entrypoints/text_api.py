@@ -12,6 +12,9 @@ from sglane.entrypoints.responses import json_response
 from sglane.entrypoints.server_state import ServerState
 from sglane.entrypoints.validation import Fields, kind_of, token_ids
 
+#: Texts of one request.
+MAX_TEXTS = 1 << 16
+
 
 class TextApi:
     def __init__(self, server: ServerState):
@@ -29,7 +32,8 @@ class TextApi:
         texts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise bad_field("prompt", f"must be a string or an array of strings, not {kind_of(prompt)}")
-        tokens = [(await tokenizer.encode_text(text, add_special_tokens)).tolist() for text in texts]
+        check_num_texts("prompt", len(texts))
+        tokens = [ids.tolist() for ids in await tokenizer.encode_texts(texts, add_special_tokens)]
         counts = [len(ids) for ids in tokens]
         is_one = isinstance(prompt, str)
         return json_response({
@@ -47,6 +51,7 @@ class TextApi:
         if not isinstance(tokens, list):
             raise bad_field("tokens", f"must be an array of token ids, not {kind_of(tokens)}")
         is_batch = bool(tokens) and isinstance(tokens[0], list)
+        check_num_texts("tokens", len(tokens) if is_batch else 1)
         rows = [token_ids("tokens", row, engine.facts.vocab_size) for row in (tokens if is_batch else [tokens])]
 
         def work() -> list[str]:
@@ -54,3 +59,8 @@ class TextApi:
 
         texts: Any = await asyncio.to_thread(work)
         return json_response({"text": texts if is_batch else texts[0]})
+
+
+def check_num_texts(field: str, num_texts: int) -> None:
+    if num_texts > MAX_TEXTS:
+        raise bad_field(field, f"has {num_texts} texts, more than {MAX_TEXTS}")

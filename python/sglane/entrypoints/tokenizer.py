@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
@@ -17,14 +17,17 @@ from sglane.entrypoints.errors import ApiError
 from sglane.entrypoints.tokenizer_cache import converted
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 #: Shorter texts are tokenized at once: a thread costs more.
 INLINE_CHARACTERS = 2048
+#: What one text or message costs beside its characters, in characters.
+ITEM_CHARACTERS = 16
 NUM_THREADS = 2
 #: Prompt tokens that a detokenizer sees before the first output token.
 NUM_CONTEXT_TOKENS = 5
 #: What a chat template raises when messages don't suit it.
-TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, KeyError, IndexError)
+TEMPLATE_ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class TokenizerError(ValueError):
@@ -50,13 +53,10 @@ class TextTokenizer:
         """int32 [n]."""
         return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
 
-    async def encode_prompt(self, text: str) -> npt.NDArray[np.int32]:
-        """A plain prompt, with the begin token if the tokenizer adds one."""
-        return await self.encode_text(text, True)
-
-    async def encode_text(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        """Any text, the empty one included."""
-        return await self._run(len(text), lambda: self.encode(text, add_special_tokens=add_special_tokens))
+    async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[npt.NDArray[np.int32]]:
+        """Any texts, empty ones included; with the begin token if the tokenizer adds one."""
+        num_characters = sum(map(len, texts)) + ITEM_CHARACTERS * len(texts)
+        return await self._run(num_characters, lambda: [self.encode(text, add_special_tokens=add_special_tokens) for text in texts])
 
     async def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, continue_final_message: bool,
                           template_arguments: dict[str, Any]) -> npt.NDArray[np.int32]:
@@ -68,7 +68,9 @@ class TextTokenizer:
             text = self.render(messages, add_generation_prompt, continue_final_message, template_arguments)
             return self.encode(text, add_special_tokens=False)
 
-        num_characters = sum(len(str(message.get("content"))) for message in messages) + len(str(template_arguments.get("tools", "")))
+        num_characters = sum(ITEM_CHARACTERS + len(str(message.get("content"))) for message in messages) + len(str(template_arguments))
+        if any("tool_calls" in message for message in messages):
+            num_characters += INLINE_CHARACTERS
         return await self._run(num_characters, work)
 
     @cached_property
@@ -102,7 +104,7 @@ class TextTokenizer:
         except TEMPLATE_ERRORS as error:
             raise ApiError(400, f"messages: the chat template refuses them: {error}", "messages") from error
 
-    async def _run(self, num_characters: int, work: Callable[[], npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    async def _run(self, num_characters: int, work: Callable[[], Result]) -> Result:
         if num_characters <= INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

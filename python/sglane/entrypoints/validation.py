@@ -1,7 +1,7 @@
 """Reads fields of a JSON object. A null is an absent field; every refusal is a 400 that names the field."""
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,10 @@ MAX_STOP_CHARACTERS = 4096
 MAX_PATTERNS = 16
 MAX_PATTERN_CHARACTERS = 256
 PATTERN_TIMEOUT_S = 0.05
+#: Arrays and objects inside one another in a body: far below where Python's own recursion ends, in templates and in JSON.
+MAX_BODY_DEPTH = 192
+#: Characters of a wrong value that are repeated in a message.
+MAX_SHOWN = 40
 #: Values that mean "not asked for" in a field that is not supported.
 UNSET = (None, False, "", [], {})
 
@@ -30,12 +34,37 @@ def parse_object(data: bytes) -> dict[str, Any]:
         value = _parse_with_nan(data, error)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {kind_of(value)}")
+    if data.count(b"[") + data.count(b"{") > MAX_BODY_DEPTH:  # else it cannot be that deep
+        for name, item in value.items():
+            check_depth(name[:MAX_SHOWN], item, MAX_BODY_DEPTH - 1)
     return value
+
+
+def check_depth(name: str, value: Any, limit: int) -> None:
+    """A 400 for more than `limit` arrays and objects inside one another."""
+    level = [value]
+    for _ in range(limit):
+        level = [item for holder in level for item in children(holder)]
+        if not level:
+            return
+    raise bad_field(name, f"has more than {limit} arrays and objects inside one another")
+
+
+def children(holder: Any) -> Iterator[Any]:
+    """Arrays and objects directly inside."""
+    items = holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
+    return (item for item in items if isinstance(item, dict | list))
+
+
+def shown(value: Any) -> str:
+    """The beginning of a wrong value, for a message."""
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _parse_with_nan(data: bytes, cause: orjson.JSONDecodeError) -> Any:
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode())  # from bytes it would guess other encodings
         json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
         return value
     except (ValueError, RecursionError):
@@ -80,7 +109,7 @@ class Fields:
         if isinstance(value, float) and not math.isfinite(value):
             raise bad_field(name, f"must be finite, got {value}")
         if value < low or value > high or (above and value == low):
-            raise bad_field(name, f"must be in {'(' if above else '['}{low:g}, {high:g}], got {value}")
+            raise bad_field(name, f"must be in {'(' if above else '['}{low:g}, {high:g}], got {shown(value)}")
         return float(value)
 
     def string(self, name: str, default: str | None = None) -> str | None:
@@ -124,7 +153,7 @@ class Fields:
         return tuple(dict.fromkeys(texts))
 
     def token_list(self, name: str, vocab_size: int) -> list[int]:
-        """A short list of token ids; empty when absent."""
+        """A list of token ids; empty when absent."""
         value = self.get(name)
         return [] if value is None else token_ids(name, value, vocab_size).tolist()
 
@@ -141,7 +170,7 @@ def check_integer(name: str, value: Any, default: int, low: int, high: int) -> i
     if type(value) is not int:
         raise bad_field(name, f"must be an integer, not {value if isinstance(value, float) else kind_of(value)}")
     if not low <= value <= high:
-        raise bad_field(name, f"must be in [{low}, {high}], got {value}")
+        raise bad_field(name, f"must be in [{low}, {high}], got {shown(value)}")
     return value
 
 
@@ -151,7 +180,7 @@ def token_ids(name: str, values: Any, vocab_size: int) -> npt.NDArray[np.int32]:
         raise bad_field(name, "must be an array of integer token ids")
     if values and (min(values) < 0 or max(values) >= vocab_size):
         wrong = min(values) if min(values) < 0 else max(values)
-        raise bad_field(name, f"has token id {wrong}, which is outside the vocabulary [0, {vocab_size - 1}]")
+        raise bad_field(name, f"has token id {shown(wrong)}, which is outside the vocabulary [0, {vocab_size - 1}]")
     return np.array(values, dtype=np.int32)
 
 

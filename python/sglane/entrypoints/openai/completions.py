@@ -12,7 +12,7 @@ from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
 from sglane.entrypoints.openai.common import REFUSED, Head, Options, closing, completion_logprobs, ending, extension, usage
-from sglane.entrypoints.request_builder import Prompt, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
+from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import OPENAI, parse_sampling
 from sglane.entrypoints.server_state import ServerState
@@ -44,8 +44,8 @@ class CompletionsApi:
             await engine.check_grammars([sampling])
             prompts, texts = [], {}
             priority = priority_of(fields)
-            for name, value, namespace in zip(job.names, values, namespaces_of(fields, len(values), is_batch)):
-                ids = await tokens_of(tokenizer, value, engine.facts.vocab_size)
+            token_ids_of = await tokens_of(tokenizer, values, engine.facts.vocab_size)
+            for name, value, ids, namespace in zip(job.names, values, token_ids_of, namespaces_of(fields, len(values), is_batch)):
                 prompts.append(Prompt(name, ids, sampling, wish, namespace, priority, "prompt"))
                 texts[name] = (value if isinstance(value, str) else tokenizer.decode(ids)) if echo else ""
             engine.builder.submit(job, prompts, options.stream)
@@ -123,16 +123,18 @@ def read_prompts(fields: Fields) -> tuple[Sequence[Any], bool]:
     if isinstance(prompt[0], str | list):
         if not all(isinstance(item, type(prompt[0])) for item in prompt):
             raise bad_field("prompt", "must not mix texts and token ids")
+        check_num_prompts("prompt", len(prompt))
         return prompt, True
     return [prompt], False
 
 
-async def tokens_of(tokenizer: TextTokenizer, value: Any, vocab_size: int) -> npt.NDArray[np.int32]:
-    if isinstance(value, str):
-        if not value:
-            raise bad_field("prompt", "must not be empty")
-        return await tokenizer.encode_prompt(value)
-    return token_ids("prompt", value, vocab_size)
+async def tokens_of(tokenizer: TextTokenizer, values: Sequence[Any], vocab_size: int) -> list[npt.NDArray[np.int32]]:
+    """Token ids of every prompt."""
+    if not isinstance(values[0], str):
+        return [token_ids("prompt", value, vocab_size) for value in values]
+    if not all(values):
+        raise bad_field("prompt", "must not be empty")
+    return await tokenizer.encode_texts(values)
 
 
 def read_wish(fields: Fields, echo: bool) -> LogprobWish:

@@ -4,7 +4,9 @@ from typing import Any
 import orjson
 
 from sglane.entrypoints.errors import bad_field
-from sglane.entrypoints.validation import Fields, kind_of
+from sglane.entrypoints.validation import MAX_BODY_DEPTH, Fields, check_depth, kind_of
+
+MAX_MESSAGES = 1 << 16
 
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
@@ -12,6 +14,8 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", "must be an array with at least one message")
+    if len(messages) > MAX_MESSAGES:
+        raise bad_field("messages", f"has {len(messages)} messages, more than {MAX_MESSAGES}")
     return [read_message(index, message) for index, message in enumerate(messages)]
 
 
@@ -20,9 +24,12 @@ def read_message(index: int, message: Any) -> dict[str, Any]:
         raise bad_field("messages", f"[{index}] must be an object, not {kind_of(message)}")
     if not isinstance(message.get("role"), str):
         raise bad_field("messages", f"[{index}].role must be a string")
-    read = {**message, "content": read_content(index, message.get("content"), may_be_null=bool(message.get("tool_calls")))}
-    if message.get("tool_calls"):
-        read["tool_calls"] = [read_tool_call(index, call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise bad_field("messages", f"[{index}].tool_calls must be an array, not {kind_of(calls)}")
+    read = {**message, "content": read_content(index, message.get("content"), may_be_null=bool(calls))}
+    if calls:
+        read["tool_calls"] = [read_tool_call(index, call) for call in calls]
     return {key: value for key, value in read.items() if value is not None}
 
 
@@ -55,6 +62,8 @@ def read_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return orjson.loads(arguments.strip() or "{}")  # some clients write nothing for no arguments
+        value = orjson.loads(arguments.strip() or "{}")  # some clients write nothing for no arguments
     except orjson.JSONDecodeError:
         return arguments
+    check_depth("messages", value, MAX_BODY_DEPTH)
+    return value

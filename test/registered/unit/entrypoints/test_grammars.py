@@ -7,7 +7,7 @@ import pytest
 
 from sglane.entrypoints import grammar_checker
 from sglane.entrypoints.errors import ApiError
-from sglane.entrypoints.grammar_checker import GrammarChecker, write_vocabulary
+from sglane.entrypoints.grammar_checker import GrammarChecker, Worker, write_vocabulary
 from sglane.entrypoints.grammar_fields import parse_grammar
 from sglane.entrypoints.validation import Fields
 from sglane.plan.io_struct import GenerateRequest, Grammar, PrepareGrammar
@@ -119,6 +119,29 @@ def test_a_worker_that_dies(vocabulary):
 
     between, during, after = checking(vocabulary, work)
     assert between == after == "" and "the compiler failed" in during
+
+
+def test_the_start_of_the_worker_is_no_queue(vocabulary, monkeypatch):
+    """On a busy machine it takes longer than grammars may wait for one another; and many that wait start one worker."""
+    monkeypatch.setattr(grammar_checker, "QUEUE_LIMIT_S", 1.0)
+    start, starts = Worker.start, []
+
+    async def slow_start(path):
+        starts.append(path)
+        await asyncio.sleep(2.0)
+        return await start(path)
+
+    monkeypatch.setattr(Worker, "start", slow_start)
+
+    async def work(checker):
+        first = await asyncio.gather(*(checker.check(Grammar("regex", f"a{{{count}}}")) for count in range(1, 6)))
+        worker = await checker._worker
+        worker.kill()
+        await worker.wait()
+        return first, await asyncio.gather(*(checker.check(Grammar("regex", f"b{{{count}}}")) for count in range(1, 6)))
+
+    assert checking(vocabulary, work) == ([""] * 5, [""] * 5)
+    assert len(starts) == 2, "one at first, one after its death"
 
 
 def test_a_client_that_leaves_in_between(vocabulary):

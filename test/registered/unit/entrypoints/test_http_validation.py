@@ -1,6 +1,8 @@
 """Wrong requests: a 400 in one shape that names the field, never a 5xx, and the next good request works."""
+import concurrent.futures
 import json
 import random
+import time
 
 import orjson
 import pytest
@@ -9,6 +11,15 @@ from kits.front import Front
 from sglane.plan.io_struct import GenerateRequest
 
 NAN, INFINITY = float("nan"), float("inf")
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 GOOD = {"/generate": {"input_ids": [504]}, "/v1/completions": {"prompt": [504], "max_tokens": 1},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}}
 ROUTES = list(GOOD)
@@ -26,10 +37,12 @@ WRONG_SAMPLING = {
     "stop_token_ids": [[-1], [49152], [1 << 63], [1.5], ["3"], 3, [[3]], [True], [None]],
     "logit_bias": [{"abc": 1}, {"": 1}, {"49152": 1}, {"-1": 1}, {"3": NAN}, {"3": 101}, {"3": "1"}, {"3": None}, [3], {"9" * 5000: 1}],
     "json_schema": ["{", 3, [1], "[]", '"a"', {"not": {}}, {"$ref": "a.json"}, {"properties": {"a": {"uniqueItems": True}}},
-                    {"allOf": [{}, {"type": "object"}]}, '{"items":' * 200 + "{}" + "}" * 200, '{"items":' * 5000 + "{}" + "}" * 5000, "x" * 300_000],
+                    {"allOf": [{}, {"type": "object"}]}, {"minimum": NAN}, {"enum": [{"a": INFINITY}]}, {"const": nested(150)},
+                    '{"items":' * 200 + "{}" + "}" * 200, '{"items":' * 5000 + "{}" + "}" * 5000, "x" * 300_000],
     "regex": [3, ["a"], {}, "(" * 100 + ")" * 100, "x" * 300_000],
     "ebnf": [3, "(" * 100],
-    "structural_tag": ["{", 3, [], {"structures": 3}, {"structures": [{"begin": "a"}]}],
+    "structural_tag": ["{", 3, [], {"type": "structural_tag", "format": {"type": "const_string", "value": NAN}},
+                       {"structures": 3}, {"structures": [{"begin": "a"}]}],
     "stop_regex": ["(", "", 3, [3], ["a", "["], "x" * 257, ["x"] * 17, "a*", "(?:)"],
 }
 WRONG_NATIVE = {
@@ -114,6 +127,10 @@ NATIVE_BODIES = [
     ({"input_ids": [1], "token_ids_logprob": [49152]}, "token_ids_logprob"),
     ({"input_ids": [1], "token_ids_logprob": [-1]}, "token_ids_logprob"),
     ({"input_ids": [1], "token_ids_logprob": "3"}, "token_ids_logprob"),
+    ({"input_ids": [1], "token_ids_logprob": [3] * 1025}, "token_ids_logprob"),
+    ({"text": ["a"] * 5000}, "text"),
+    ({"input_ids": [[1]] * 5000}, "input_ids"),
+    ({"input_ids": [1], "unread": nested(300)}, "unread"),
     ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),
     ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "rid"),
     ({"input_ids": [1], "rid": ""}, "rid"),
@@ -140,6 +157,12 @@ CHAT_BODIES = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
     ({"messages": [{"role": "user", "content": "word " * 600}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "name": nested(300)}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": 5}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": {"a": 1}}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 500 + "]" * 500}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": ""}] * 70000}, "messages"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"x": nested(300)}}}]}, "tools"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"tools": [{"type": "function"}]}, "tools"),
@@ -164,6 +187,8 @@ COMPLETION_BODIES = [
     ({"prompt": [49152]}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [1] * 600}, "prompt"),
+    ({"prompt": ["a"] * 5000}, "prompt"),
+    ({"prompt": [[1]] * 5000}, "prompt"),
     ({"prompt": [1], "logprobs": True}, "logprobs"),
     ({"prompt": [1], "logprobs": -1}, "logprobs"),
     ({"prompt": [1], "suffix": "x"}, "suffix"),
@@ -218,6 +243,44 @@ def test_values_with_a_meaning(front):
     first, second = front.wait_received(GenerateRequest, 2)
     assert first.sampling.temperature == second.sampling.temperature == 0.0
     assert first.sampling.top_k == -1 and first.sampling.logit_bias == {3: -100.0}
+
+
+def test_prompt_logprobs_of_a_request_are_limited(front, monkeypatch):
+    monkeypatch.setattr("sglane.entrypoints.request_builder.MAX_PROMPT_LOGPROBS", 60)
+    wish = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 5, "sampling_params": {"max_new_tokens": 1}}
+    answer = check_refusal(front.post("/generate", {**wish, "input_ids": [[504] * 6, [504] * 5]}))
+    assert answer["param"] == "logprob_start_len" and "66" in answer["message"]
+    front.ask("/generate", {**wish, "input_ids": [[504] * 5, [504] * 5]})
+    echo = {"prompt": [504] * 11, "echo": True, "logprobs": 5, "max_tokens": 1}
+    assert check_refusal(front.post("/v1/completions", echo))["param"] == "logprobs"
+    front.ask("/v1/completions", {**echo, "prompt": [504] * 10})
+
+
+def test_abort_names_are_checked_before_one_is_ended(front):
+    body = {"input_ids": [504], "rid": "named", "sampling_params": {"max_new_tokens": 3}}
+    front.planner.hold()
+    try:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            answer = pool.submit(front.ask, "/generate", body)
+            while not front.state.engine().client.num_jobs:
+                time.sleep(0.01)
+            check_refusal(front.post("/abort_request", {"rid": ["named", 3]}))
+            front.planner.go_on()
+            assert answer.result()["meta_info"]["finish_reason"]["type"] == "length"
+    finally:
+        front.planner.go_on()
+
+
+@pytest.mark.parametrize("texts", [[""] * 70000, [[1]] * 70000])
+def test_number_of_texts(front, texts):
+    is_text = isinstance(texts[0], str)
+    answer = check_refusal(front.post("/tokenize" if is_text else "/detokenize", {"prompt" if is_text else "tokens": texts}))
+    assert "more than 65536" in answer["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_other_encodings_are_not_guessed(front, encoding):
+    check_refusal(front.http.post("/generate", content='{"input_ids": [504]}'.encode(encoding), headers={"content-type": "application/json"}))
 
 
 def random_value(rng, depth=0):
