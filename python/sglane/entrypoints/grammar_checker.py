@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,9 +29,13 @@ WORKER = "sglane.model_executor.grammar_worker"
 WORKER_ERRORS = (OSError, asyncio.IncompleteReadError, orjson.JSONDecodeError)
 
 
-def write_vocabulary(path: Path, tokenizer: TextTokenizer, size: int, end_token_ids: tuple[int, ...]) -> None:
-    """The tokens' bytes for the worker and the executors; see Vocabulary in the executors' grammar module. size: of the model's logits."""
-    pieces = [tokenizer.pieces.piece_without_special(token_id) for token_id in range(size)]
+def write_vocabulary(path: Path, tokenizer: TextTokenizer, size: int, end_token_ids: tuple[int, ...], markers: Sequence[str] = ()) -> None:
+    """The tokens' bytes for the worker and the executors; see Vocabulary in the executors' grammar module. size: of the model's logits.
+
+    Special tokens have no bytes, so that they never stand in a constrained answer, unless they are part of a marker that parsers look for.
+    """
+    markup = tokenizer.pieces.in_markers(markers)
+    pieces = [tokenizer.pieces.piece(token_id) if token_id in markup else tokenizer.pieces.piece_without_special(token_id) for token_id in range(size)]
     path.write_bytes(msgspec.msgpack.encode({"pieces": pieces, "end_token_ids": list(end_token_ids), "size": size}))
 
 

@@ -1,4 +1,5 @@
 """Grammars by xgrammar: compiled from text for one vocabulary, matched token by token, applied to logits."""
+import json
 import logging
 import threading
 from pathlib import Path
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 #: Whitespace characters in a row that JSON may have between its parts: a model that likes blank lines still comes to an end.
 MAX_WHITESPACE = 8
+#: White space that may stand on either side of the thoughts.
+SPACE_AT_THOUGHTS = "[ \\n]{0,4}"
 #: Compiled grammars that are kept for the next request with the same text.
 CACHE_BYTES = 256 << 20
 #: What the library raises for text that it can't compile.
@@ -50,6 +53,8 @@ class XGrammars:
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Raises one of GRAMMAR_ERRORS for text that can't be compiled."""
+        if grammar.thoughts:
+            return self._compiler.compile_grammar(xgrammar.Grammar.concat(thoughts_of(grammar.thoughts), parsed(grammar)))
         if grammar.kind == "json_schema":
             return self._compiler.compile_json_schema(grammar.text, strict_mode=grammar.strict, max_whitespace_cnt=MAX_WHITESPACE)
         if grammar.kind == "regex":
@@ -59,6 +64,24 @@ class XGrammars:
         if grammar.kind == "structural_tag":
             return self._compiler.compile_structural_tag(grammar.text)
         raise ValueError(f"no such kind of grammar: {grammar.kind}")
+
+
+def parsed(grammar: Grammar) -> xgrammar.Grammar:
+    """The answer, as part of a larger grammar. Raises one of GRAMMAR_ERRORS."""
+    if grammar.kind == "json_schema":
+        return xgrammar.Grammar.from_json_schema(grammar.text, strict_mode=grammar.strict, max_whitespace_cnt=MAX_WHITESPACE)
+    makers = {"regex": xgrammar.Grammar.from_regex, "ebnf": xgrammar.Grammar.from_ebnf, "structural_tag": xgrammar.Grammar.from_structural_tag}
+    if grammar.kind not in makers:
+        raise ValueError(f"no such kind of grammar: {grammar.kind}")
+    return makers[grammar.kind](grammar.text)
+
+
+def thoughts_of(thoughts: str) -> xgrammar.Grammar:
+    """What stands before the answer; see Grammar.thoughts."""
+    tag = {"type": "tag", "begin": "<think>" if thoughts == "maybe" else "", "content": {"type": "any_text"}, "end": "</think>"}
+    space = {"type": "regex", "pattern": SPACE_AT_THOUGHTS}
+    elements = [space, {"type": "optional", "content": tag}, space] if thoughts == "maybe" else [tag, space]
+    return xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}))
 
 
 class LazyGrammars:

@@ -47,24 +47,26 @@ class ChatApi:
         head = Head.make("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", fields, self._server.model_name)
         job = engine.client.open_job(rids_of(fields, 1, is_batch=False))
         try:
-            await engine.check_grammars([sampling])
             ids = await tokenizer.encode_chat(messages, *turn, {**arguments, "tools": parsing.tools.declared})
+            opening = parsing.opening(tokenizer.decode(ids[-NUM_END_TOKENS:]), messages, continue_final_message=turn[1])
+            sampling = sampling.after_thoughts(opening)
+            await engine.check_grammars([sampling])
             prompt = Prompt(job.names[0], ids, sampling, wish, namespaces_of(fields, 1, is_batch=False)[0], priority_of(fields), "messages")
             engine.builder.submit(job, [prompt], options.stream)
         except BaseException:
             job.close()
             raise
-        begins_inside = parsing.begins_inside(tokenizer.decode(ids[-NUM_END_TOKENS:]), messages, continue_final_message=turn[1])
-        writer = ChatWriter(head, options, Reading(parsing, begins_inside, tokenizer))
+        writer = ChatWriter(head, options, Reading(parsing, opening == "inside", tokenizer))
         if options.stream:
             return EventStream(job, lambda: writer.events(job))
         return await answer(request, job, writer.whole)
 
     def _sampling(self, fields: Fields, facts: ModelFacts, parsing: Parsing) -> Sampling:
-        sampling = parse_sampling(fields, OPENAI, facts, None, self._server.args.stream_interval)
+        sampling = parse_sampling(fields, OPENAI, facts, None, self._server.args.stream_interval, parsing.tools.needed)
         if sampling.max_new_tokens == 0:
             raise bad_field("max_tokens" if fields.get("max_tokens") is not None else "max_completion_tokens", "must be at least 1, got 0")
-        return dataclasses.replace(sampling, text=dataclasses.replace(sampling.text, markers=parsing.markers))
+        markers = tuple(dict.fromkeys([*sampling.text.markers, *parsing.markers]))
+        return dataclasses.replace(sampling, text=dataclasses.replace(sampling.text, markers=markers))
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------
