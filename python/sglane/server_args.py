@@ -4,6 +4,7 @@
 """
 import argparse
 import dataclasses
+import importlib.util
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,8 +76,8 @@ class ServerArgs:
     stream_interval: int = arg(1, "tokens per streamed chunk", "Scheduler")
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
-    grammar_backend: Literal["xgrammar", "none"] = arg("xgrammar", "library for structured output; none: such requests are refused",
-                                                       "Structured output")
+    grammar_backend: Literal["xgrammar", "llguidance", "none"] = arg(
+        "xgrammar", "library for structured output; llguidance: an extra, no structural tags; none: such requests are refused", "Structured output")
 
     cp_size: int = arg(1, "context-parallel ranks; each stores and computes the tokens of its own pages", "Context parallelism", "--attn-cp-size")
     enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism",
@@ -106,6 +107,8 @@ class ServerArgs:
             raise ConfigError("--cp-size > 1 needs --enable-cp-shared-kv: a replicated KV cache is not supported")
         if self.enable_cp_shared_kv and self.cp_size == 1:
             raise ConfigError("--enable-cp-shared-kv needs --cp-size > 1: there is nothing to share on one rank")
+        if self.grammar_backend == "llguidance" and importlib.util.find_spec("llguidance") is None:
+            raise ConfigError("--grammar-backend llguidance needs the package llguidance: pip install 'sglane[llguidance]'")
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
         return self

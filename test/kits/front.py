@@ -57,7 +57,8 @@ class Front:
         client = EngineClient(context, self._endpoints, self.state.tracker)
         vocabulary = self._endpoints.vocabulary if self.args.offers_grammars() else ""
         markers = markers_of(self.args.tool_call_parser, self.args.reasoning_parser)
-        self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready, vocabulary, markers))
+        backend = self.args.grammar_backend
+        self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready, vocabulary, backend, markers))
         self.state.warmed_up()
         server = QuietServer(uvicorn.Config(make_app(self.state), log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2))
         self._started.set_result((asyncio.get_running_loop(), server))

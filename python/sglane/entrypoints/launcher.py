@@ -128,7 +128,7 @@ class Launcher:
             loading.cancel()
         vocabulary = self._endpoints.vocabulary if self._args.offers_grammars() else ""
         engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result(), vocabulary,
-                                 markers_of(self._args.tool_call_parser, self._args.reasoning_parser))
+                                 self._args.grammar_backend, markers_of(self._args.tool_call_parser, self._args.reasoning_parser))
         self._server.engine_ready(engine)
         if not self._args.skip_server_warmup:
             key = self._args.admin_api_key or self._args.api_key

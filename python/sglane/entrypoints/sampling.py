@@ -17,6 +17,8 @@ MAX_TOKENS = (1 << 31) - 1
 MAX_BIAS = 100.0
 MAX_ID_DIGITS = 10
 INT64 = 1 << 63
+#: Kinds of grammars that a library does not have.
+UNSUPPORTED = {"llguidance": ("structural_tag",)}
 #: Per-request programs.
 REFUSED = ("custom_logit_processor",)
 
@@ -30,6 +32,7 @@ class ModelFacts:
     context_length: int
     max_request_tokens: int  # prompt and output together
     no_grammars: str = ""  # why there is no structured output; empty: there is
+    grammar_backend: str = "xgrammar"
     markers: tuple[str, ...] = ()  # texts that the server's parsers look for; they may stand in constrained answers
 
 
@@ -154,6 +157,8 @@ def read_grammar(fields: Fields, names: FieldNames, facts: ModelFacts, needed: N
         name, grammar = needed.asked_by, needed.grammar
     if grammar is not None and facts.no_grammars:
         raise bad_field(name, facts.no_grammars)
+    if grammar is not None and grammar.kind in UNSUPPORTED.get(facts.grammar_backend, ()):
+        raise bad_field(name, f"needs a {grammar.kind}, which --grammar-backend {facts.grammar_backend} does not support; xgrammar does")
     return (name if needed is None or grammar is not needed.grammar else needed.made_of), grammar
 
 

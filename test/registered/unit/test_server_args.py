@@ -56,6 +56,12 @@ def test_a_refusal_names_the_flag(changes, word):
         dataclasses.replace(ServerArgs(), **changes).resolve()
 
 
+def test_a_grammar_library_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--grammar-backend llguidance needs the package"):
+        dataclasses.replace(ServerArgs(), grammar_backend="llguidance").resolve()
+
+
 @pytest.mark.parametrize("words", [
     ["--no-such-flag"], ["--cp-size", "2"], ["--page-size", "many"], ["--dtype", "int3"], ["--enable-hierarchical-cache"],
 ])

@@ -66,7 +66,9 @@ def test_auto_is_free_unless_a_tool_is_strict(front):
     assert grammar_of(front, tools=[STRICT, TIME], response_format={"type": "json_object"}).kind == "json_schema"
 
 
-@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tools": [], "response_format": {"type": "json_object"}}, {"tools": [], "regex": "x+"}])
+@pytest.mark.parametrize("fields", [
+    {"tool_choice": "required"}, {"tools": [], "response_format": {"type": "json_object"}}, {"tools": [], "regex": "x+"},
+])
 def test_thoughts_come_first(front, fields):
     """The grammar begins where the thoughts end, wherever they begin."""
     expected = [("", "maybe"), ("<think>\n", "inside"), ("<think>\n\n</think>\n\n", "")]
@@ -114,10 +116,11 @@ def test_refusals(front, more, name, word, stream):
     assert front.wait_idle() and not front.behaviour.received_of(GenerateRequest)
 
 
-def test_without_a_grammar_backend(config, echo_tokenizer):
-    with Front(config, echo_tokenizer, tool_call_parser="qwen3", grammar_backend="none") as front:
+@pytest.mark.parametrize("backend", ["none", "llguidance"])
+def test_without_structural_tags(config, echo_tokenizer, backend):
+    with Front(config, echo_tokenizer, tool_call_parser="qwen3", grammar_backend=backend) as front:
         for more, name in (({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": NAMED}, "tool_choice"), ({"tools": [STRICT]}, "tools")):
             response = front.post(CHAT, body_of(**more))
             assert response.status_code == 400 and response.json()["param"] == name, response.text
-            assert "--grammar-backend none" in response.json()["message"]
+            assert f"--grammar-backend {backend}" in response.json()["message"]
         assert front.post(CHAT, body_of()).status_code == 200

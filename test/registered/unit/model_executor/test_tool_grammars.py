@@ -10,13 +10,14 @@ from kits.parsing import Format as Reader
 from sglane.entrypoints.openai.parsing import ToolUse, read_tools
 from sglane.entrypoints.parsers import tool_calls
 from sglane.entrypoints.validation import Fields
-from sglane.model_executor.grammar import Vocabulary, XGrammars
+from sglane.model_executor.grammar import Grammars, Vocabulary
 from sglane.model_executor.sampler import SampleRow, sample
 from sglane.model_executor.slot_table import Slot
 from sglane.plan.io_struct import Grammar, SamplingParams
 from sglane.plan.step_plan import SlotStart
 
-MARKERS = ["<think>", "</think>", *dict.fromkeys(marker for form in tool_calls.FORMATS.values() for marker in form.markers), '" string="true">', "｜", "▁"]
+CALL_MARKERS = dict.fromkeys(marker for form in tool_calls.FORMATS.values() for marker in form.markers)
+MARKERS = ["<think>", "</think>", *CALL_MARKERS, '" string="true">', "｜", "▁"]
 BYTES = byte_vocabulary(120)
 VOCABULARY = Vocabulary(pieces=[*BYTES.pieces, *(marker.encode() for marker in MARKERS)], end_token_ids=[END_ID],
                         size=len(BYTES.pieces) + len(MARKERS) + 3)
@@ -32,7 +33,7 @@ FORMATS = list(tool_calls.FORMATS)
 
 @pytest.fixture(scope="module")
 def grammars():
-    return XGrammars(VOCABULARY)
+    return Grammars("xgrammar", VOCABULARY)
 
 
 def use_of(name, choice, functions=(GET, GET_WEATHER, NOW), **fields) -> ToolUse:
