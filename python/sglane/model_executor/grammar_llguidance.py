@@ -104,7 +104,7 @@ class LLMatch:
         if self._matcher.is_error():  # the library gave up on it: nothing can follow
             bitmask.zero_()
         else:
-            bitmask[0] = torch.from_numpy(allowed.copy())
+            bitmask[0] = torch.from_numpy(allowed[: bitmask.shape[1]].copy())  # the library has a word more when V is a multiple of 32
         return True
 
 

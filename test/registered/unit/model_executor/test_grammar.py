@@ -20,7 +20,7 @@ from sglane.plan.io_struct import Grammar, PrepareGrammar, SamplingParams
 from sglane.plan.step_plan import FromExecutor, GrammarReady, SlotStart
 from sglane.utils.ipc import Receiver
 
-SIZE = 140
+SIZE = 160  # a multiple of 32
 VOCABULARY = byte_vocabulary(SIZE)
 SCHEMA = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "age": {"type": "integer"},
                                            "home": {"type": "object", "properties": {"no": {"type": "boolean"}}, "required": ["no"]}},
