@@ -78,6 +78,7 @@ class ServerArgs:
     disable_overlap_schedule: bool = arg(False, "issue a step only after the result of the one before", "Scheduler")
     disable_radix_cache: bool = arg(False, "no prefix reuse between requests", "Scheduler")
     stream_interval: int = arg(1, "tokens per streamed chunk", "Scheduler")
+    incremental_streaming_output: bool = arg(False, "events of /generate have what is new, not all text and tokens so far", "Scheduler")
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
     grammar_backend: Literal["xgrammar", "llguidance", "none"] = arg(

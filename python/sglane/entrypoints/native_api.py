@@ -64,7 +64,8 @@ class NativeApi:
             job.close()
             raise
         is_list = inputs.is_batch or len(job.generations) > 1
-        writer = AnswerWriter(engine.tokenizer, received_s, is_list=is_list, with_prompt_ids=fields.flag("return_prompt_token_ids"))
+        writer = AnswerWriter(engine.tokenizer, received_s, is_list=is_list, with_prompt_ids=fields.flag("return_prompt_token_ids"),
+                              is_incremental=self._server.args.incremental_streaming_output)
         if stream:
             return EventStream(job, lambda: writer.events(job))
         return await answer(request, job, writer.whole)
@@ -154,25 +155,32 @@ def read_wishes(fields: Fields, inputs: Inputs, facts: ModelFacts) -> list[Logpr
 
 
 class AnswerWriter:
-    """Bodies and events of the native route. `text` and `output_ids` of events are cumulative."""
+    """Bodies and events of the native route."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, received_s: float, *, is_list: bool, with_prompt_ids: bool):
+    def __init__(self, tokenizer: TextTokenizer | None, received_s: float, *, is_list: bool, with_prompt_ids: bool, is_incremental: bool):
+        """is_incremental: `text` and `output_ids` of an event are what is new since the last one; else they are all there is so far."""
         self._tokenizer = tokenizer
         self._meta = MetaInfo(tokenizer, received_s)
         self._is_list = is_list
         self._with_prompt_ids = with_prompt_ids
+        self._is_incremental = is_incremental
 
     def whole(self, generations: list[Generation]) -> Any:
         bodies = [self.body(generation) for generation in generations]
         return bodies if self._is_list else bodies[0]
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
+        sent: dict[int, tuple[int, int]] = {}  # characters, tokens
         async for due in due_generations(job):
-            bodies = [(generation.index, self.body(generation)) for generation in due]  # all at once: a generation may go on while we write
+            bodies = []  # all at once: a generation may go on while we write
+            for generation in due:
+                bodies.append((generation.index, self.body(generation, *sent.get(generation.index, (0, 0)))))
+                if self._is_incremental:
+                    sent[generation.index] = (len(generation.text), generation.num_output_tokens)
             yield b"".join(event({**body, "index": index} if self._is_list else body) for index, body in bodies)
 
-    def body(self, generation: Generation) -> dict[str, Any]:
-        """State of one generation so far."""
+    def body(self, generation: Generation, num_characters: int = 0, num_tokens: int = 0) -> dict[str, Any]:
+        """State of one generation so far, without the first characters and output tokens."""
         prompt_ids = {"prompt_token_ids": generation.prompt_ids()} if self._with_prompt_ids else {}
-        body: dict[str, Any] = {"output_ids": generation.output_ids, "meta_info": self._meta.of(generation), **prompt_ids}
-        return body if self._tokenizer is None else {"text": generation.text, **body}
+        body: dict[str, Any] = {"output_ids": generation.output_ids[num_tokens:], "meta_info": self._meta.of(generation), **prompt_ids}
+        return body if self._tokenizer is None else {"text": generation.text[num_characters:], **body}

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
+from xgrammar import apply_token_bitmask_inplace  # both libraries write the same bits
 
 from sglane.plan.io_struct import Grammar
 
@@ -58,7 +59,7 @@ class Backend(Protocol):
 
 
 def make_backend(name: str, vocabulary: Vocabulary) -> Backend:
-    """name: of --grammar-backend. Only the library that is used is imported."""
+    """name: of --grammar-backend."""
     if name == "xgrammar":
         from sglane.model_executor.grammar_xgrammar import XGrammars
 
@@ -149,11 +150,11 @@ class GrammarMask:
             self._matcher = None
             self._only_end(logits)
             return
-        bits = np.unpackbits(self._bitmask.numpy().view(np.uint8), bitorder="little", count=logits.shape[0])
-        ruled_out = torch.from_numpy(bits == 0).to(logits.device)
-        logits.masked_fill_(ruled_out, float("-inf"))
+        row, bitmask = logits.unsqueeze(0), self._bitmask.to(logits.device)
+        apply_token_bitmask_inplace(row, bitmask, vocab_size=logits.shape[0])
         if bool(logits.max() == float("-inf")):  # the model itself rules out all that is allowed: all of it is alike
-            logits.zero_().masked_fill_(ruled_out, float("-inf"))
+            row.zero_()
+            apply_token_bitmask_inplace(row, bitmask, vocab_size=logits.shape[0])
 
     def _only_end(self, logits: Tensor) -> None:
         ends = self._end_ids.to(logits.device)

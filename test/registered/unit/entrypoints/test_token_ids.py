@@ -84,3 +84,17 @@ def test_chat_prompt_as_ids(front):
 def test_refusals(front, fields, name):
     response = front.post(CHAT, body_of(CHAT, **fields))
     assert response.status_code == 400 and response.json()["param"] == name, response.text
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_incremental_events_add_up(config, tokenizer, front, tokens_per_step):
+    body = {"text": "Wie geht es Žďár 🌸?", "sampling_params": {"max_new_tokens": 20, "n": 2, "stop": "never"}}
+    expected = front.ask("/generate", body)
+    with Front(config, tokenizer, incremental_streaming_output=True) as incremental:
+        incremental.behaviour.tokens_per_step = tokens_per_step
+        found = {0: ["", []], 1: ["", []]}
+        for event in incremental.stream("/generate", body):
+            found[event["index"]][0] += event["text"]
+            found[event["index"]][1] += event["output_ids"]
+            assert event["meta_info"]["completion_tokens"] == len(found[event["index"]][1])
+        assert list(found.values()) == [[answer["text"], answer["output_ids"]] for answer in expected]
