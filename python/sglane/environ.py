@@ -1,4 +1,4 @@
-"""Tuning and debug variables, typed, read once at import. Everything a user normally sets is a flag, not a variable."""
+"""Tuning and debug variables, typed, read once at import. Everything a user normally sets is a flag; flags can be set by variables too."""
 import os
 
 
@@ -16,3 +16,11 @@ SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
 SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))
 #: Folder for what is converted once and used again, such as the tokenizer of a GGUF file; default: ~/.cache/sglane.
 SGLANE_CACHE_DIR = os.environ.get("SGLANE_CACHE_DIR") or os.path.expanduser("~/.cache/sglane")
+
+#: What the name of a variable that sets a flag begins with.
+FLAG_PREFIX = "SGLANE_ARG_"
+
+
+def flag_variables() -> dict[str, str]:
+    """The variables that set flags, by their whole name."""
+    return {name: value for name, value in os.environ.items() if name.startswith(FLAG_PREFIX)}

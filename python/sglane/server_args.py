@@ -1,9 +1,11 @@
-"""Configuration of one server: a frozen dataclass from which the command line, `--config` files and the docs are made.
+"""Configuration of one server: a frozen dataclass from which the command line, variables, `--config` files and the docs are made.
 
 `ServerArgs.resolve()` validates the combination and fills in what depends on other fields; nothing changes afterwards.
 """
 import argparse
 import dataclasses
+import importlib.util
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +13,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglane.environ import FLAG_PREFIX, flag_variables
 from sglane.plan.io_struct import Endpoints
 from sglane.utils.config_file import ConfigFileError, read_config_file
 
 DEFAULT_PORT = 30000
+#: How a variable sets a switch.
+SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 ToolCallFormat = Literal["deepseekv31", "deepseekv32", "glm45", "glm47", "glm5", "qwen3"]
 ReasoningFormat = Literal["deepseek-r1", "deepseek-v3", "glm45", "qwen3"]
 
@@ -32,7 +37,7 @@ def arg(default: Any, help: str, group: str, *aliases: str, choices: Sequence[An
 class ServerArgs:
     """All flags. Sizes in tokens unless the name says otherwise; None means: derived in `resolve()` or by the engine."""
 
-    config: str | None = arg(None, "YAML file with flags, one `name: value` a line; the command line goes before it", "Configuration")
+    config: str | None = arg(None, "YAML file with flags, one `name: value` a line; the command line and variables go before it", "Configuration")
 
     model_path: str | None = arg(None, "Hugging Face folder or GGUF file; default: the embedded SmolLM2-135M-Instruct", "Model", "--model")
     tokenizer_path: str | None = arg(None, "tokenizer folder; default: the model's", "Model")
@@ -73,10 +78,11 @@ class ServerArgs:
     disable_overlap_schedule: bool = arg(False, "issue a step only after the result of the one before", "Scheduler")
     disable_radix_cache: bool = arg(False, "no prefix reuse between requests", "Scheduler")
     stream_interval: int = arg(1, "tokens per streamed chunk", "Scheduler")
+    incremental_streaming_output: bool = arg(False, "events of /generate have what is new, not all text and tokens so far", "Scheduler")
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
-    grammar_backend: Literal["xgrammar", "none"] = arg("xgrammar", "library for structured output; none: such requests are refused",
-                                                       "Structured output")
+    grammar_backend: Literal["xgrammar", "llguidance", "none"] = arg(
+        "xgrammar", "library for structured output; llguidance: an extra, no structural tags; none: such requests are refused", "Structured output")
 
     cp_size: int = arg(1, "context-parallel ranks; each stores and computes the tokens of its own pages", "Context parallelism", "--attn-cp-size")
     enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism",
@@ -106,6 +112,8 @@ class ServerArgs:
             raise ConfigError("--cp-size > 1 needs --enable-cp-shared-kv: a replicated KV cache is not supported")
         if self.enable_cp_shared_kv and self.cp_size == 1:
             raise ConfigError("--enable-cp-shared-kv needs --cp-size > 1: there is nothing to share on one rank")
+        if self.grammar_backend == "llguidance" and importlib.util.find_spec("llguidance") is None:
+            raise ConfigError("--grammar-backend llguidance needs the package llguidance: pip install 'sglane[llguidance]'")
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
         return self
@@ -153,23 +161,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def names_in_files() -> dict[str, str]:
-    """Every spelling that a --config file may use -> the field. Dashes are underscores already."""
-    fields = [item for item in dataclasses.fields(ServerArgs) if item.name != "config"]
-    spellings = {item.name: item.name for item in fields}
-    return {**{alias.removeprefix("--").replace("-", "_"): item.name for item in fields for alias in item.metadata["aliases"]}, **spellings}
+def spellings() -> dict[str, str]:
+    """Every name of a flag, without dashes in front and with `-` as `_` -> the field."""
+    fields = dataclasses.fields(ServerArgs)
+    aliases = {alias.removeprefix("--").replace("-", "_"): item.name for item in fields for alias in item.metadata["aliases"]}
+    return {**aliases, **{item.name: item.name for item in fields}}
 
 
 def fields_of_file(path: str) -> dict[str, Any]:
     """The values of a --config file by field, checked for their type. Raises ConfigError naming file and key."""
-    known, hints = names_in_files(), typing.get_type_hints(ServerArgs)
+    known, hints = spellings(), typing.get_type_hints(ServerArgs)
     found: dict[str, Any] = {}
     try:
         values: Mapping[str, Any] = read_config_file(path)
     except ConfigFileError as error:
         raise ConfigError(f"--config: {error}") from error
     for key, value in values.items():
-        if key not in known:
+        if key not in known or known[key] == "config":
             raise ConfigError(f"--config {path}: there is no flag named {key!r}")
         if known[key] in found:
             raise ConfigError(f"--config {path}: {known[key]} is given twice, also as {key}")
@@ -180,16 +188,51 @@ def fields_of_file(path: str) -> dict[str, Any]:
     return found
 
 
+def fields_of_variables(variables: Mapping[str, str]) -> dict[str, Any]:
+    """The values of SGLANE_ARG_* by field. Raises ConfigError naming the variable; values that may be secret are not repeated."""
+    known, hints = spellings(), typing.get_type_hints(ServerArgs)
+    found: dict[str, Any] = {}
+    for variable, text in variables.items():
+        name = known.get(variable.removeprefix(FLAG_PREFIX).lower())
+        if name is None or variable != variable.upper():
+            raise ConfigError(f"{variable}: there is no flag of this name")
+        if name in found:
+            raise ConfigError(f"{variable}: {flag_of(name)} is set by another variable too")
+        try:
+            found[name] = value_of(text, hints[name])
+        except (ValueError, msgspec.ValidationError) as error:
+            raise ConfigError(f"{variable}: {error}") from error
+    return found
+
+
+def value_of(text: str, kind: Any) -> Any:
+    """A variable's text as the type of a field. Raises ValueError or ValidationError."""
+    scalar = scalar_of(kind)
+    if scalar is bool:
+        if text.lower() not in SWITCH:
+            raise ValueError(f"must be one of {', '.join(SWITCH)}, got {text!r}")
+        return SWITCH[text.lower()]
+    return msgspec.convert(text, scalar, strict=False) if scalar in (int, float) else msgspec.convert(text, scalar)
+
+
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Command line > --config file > defaults. Exits with a usage message on a bad flag."""
-    parser = build_parser()
+    """Command line > SGLANE_ARG_* variables > --config file > defaults. Exits with a usage message on a bad value."""
+    parser, variables = build_parser(), flag_variables()
     try:
+        parser.set_defaults(**fields_of_variables(variables))
         path = parser.parse_args(argv).config
         if path is not None:
-            parser.set_defaults(**fields_of_file(path))
+            parser.set_defaults(**{**fields_of_file(path), **fields_of_variables(variables)})
         return ServerArgs(**vars(parser.parse_args(argv))).resolve()
     except ConfigError as error:
-        parser.error(str(error))
+        blamed = [name for name in variables if blames(str(error), name)]
+        parser.error(f"{error} ({', '.join(blamed)} in the environment)" if blamed else str(error))
+
+
+def blames(message: str, variable: str) -> bool:
+    """Whether a message names the flag of a variable."""
+    name = spellings().get(variable.removeprefix(FLAG_PREFIX).lower())
+    return name is not None and re.search(rf"{flag_of(name)}(?![\w-])", message) is not None
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from kits.server import parse_sse
 from sglane.configs.model_config import ModelConfig
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.http_server import make_app
+from sglane.entrypoints.parsers.markers import markers_of
 from sglane.entrypoints.processes import WorkFolder, bind_http
 from sglane.entrypoints.server_state import Engine, ServerState
 from sglane.entrypoints.tokenizer import TextTokenizer
@@ -55,7 +56,9 @@ class Front:
         self.state = ServerState(self.args, self._config, "a test")
         client = EngineClient(context, self._endpoints, self.state.tracker)
         vocabulary = self._endpoints.vocabulary if self.args.offers_grammars() else ""
-        self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready, vocabulary))
+        markers = markers_of(self.args.tool_call_parser, self.args.reasoning_parser)
+        backend = self.args.grammar_backend
+        self.state.engine_ready(Engine.assemble(client, self._tokenizer, self._config, await client.ready, vocabulary, backend, markers))
         self.state.warmed_up()
         server = QuietServer(uvicorn.Config(make_app(self.state), log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2))
         self._started.set_result((asyncio.get_running_loop(), server))

@@ -7,7 +7,7 @@ from typing import Any
 from sglane.entrypoints.parsers.answer import AnswerParser
 from sglane.entrypoints.parsers.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from sglane.entrypoints.parsers.reasoning import FORMATS as REASONING
-from sglane.entrypoints.parsers.reasoning import ReasoningParser, begins_inside
+from sglane.entrypoints.parsers.reasoning import ReasoningParser, opening
 from sglane.entrypoints.parsers.tool_calls import FORMATS
 from sglane.entrypoints.parsers.tool_calls.parser import ToolCallParser
 
@@ -29,7 +29,7 @@ class Format:
     prompt_end: str = ""
 
     def parser(self) -> AnswerParser:
-        reasoning = None if self.reasoning is None else ReasoningParser(begins_inside(REASONING[self.reasoning], self.prompt_end))
+        reasoning = None if self.reasoning is None else ReasoningParser(opening(REASONING[self.reasoning], self.prompt_end) == "inside")
         calls = None if self.tool_calls is None else ToolCallParser(FORMATS[self.tool_calls], self.tools)
         return AnswerParser(reasoning, calls, thoughts_are_text=False, stream_thoughts=True)
 

@@ -106,6 +106,10 @@ class Pieces:
         """Special tokens are empty."""
         return b"" if token_id in self._special else self.piece(token_id)
 
+    def in_markers(self, markers: Sequence[str]) -> set[int]:
+        """Special tokens that are part of a marker."""
+        return {index for index in self._special if any(self._tokenizer.id_to_token(index) in marker for marker in markers)}
+
     def text_bytes(self, token_id: int) -> bytes:
         """Bytes of one token on its own, for reports of log probabilities."""
         if self.are_bytes:
@@ -114,7 +118,7 @@ class Pieces:
 
     def detokenizer(self, skip_special_tokens: bool, context: Sequence[int], markers: Sequence[str] = ()) -> Detokenizer:
         """For output that follows a prompt which ends with the tokens `context`. Special tokens that are part of a marker are never skipped."""
-        shown = {index for index in self._special if any(self._tokenizer.id_to_token(index) in marker for marker in markers)}
+        shown = self.in_markers(markers)
         if skip_special_tokens and shown:
             return HidingDetokenizer(self.detokenizer(False, context), self._special - shown)
         if self.are_bytes:

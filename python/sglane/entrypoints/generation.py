@@ -77,6 +77,9 @@ class Generation:
     def num_output_tokens(self) -> int:
         return len(self.output_ids)
 
+    def prompt_ids(self) -> list[int]:
+        return np.frombuffer(self.request.input_ids, np.int32).tolist()
+
     def without_output(self) -> None:
         """Only the prompt is of interest (max_new_tokens 0): the one token that the engine samples is dropped."""
         self.drop_output = True

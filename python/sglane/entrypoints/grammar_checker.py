@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,9 +30,14 @@ WORKER = "sglane.model_executor.grammar_worker"
 WORKER_ERRORS = (OSError, asyncio.IncompleteReadError, orjson.JSONDecodeError)
 
 
-def write_vocabulary(path: Path, tokenizer: TextTokenizer, size: int, end_token_ids: tuple[int, ...]) -> None:
-    """The tokens' bytes for the worker and the executors; see Vocabulary in the executors' grammar module. size: of the model's logits."""
-    pieces = [tokenizer.pieces.piece_without_special(token_id) for token_id in range(size)]
+def write_vocabulary(path: Path, tokenizer: TextTokenizer, size: int, end_token_ids: tuple[int, ...], markers: Sequence[str] = ()) -> None:
+    """The tokens' bytes for the worker and the executors; see Vocabulary in the executors' grammar module. size: of the model's logits.
+
+    Special tokens have no bytes, so that they never stand in a constrained answer, unless they are part of a marker that parsers look for.
+    """
+    markup = tokenizer.pieces.in_markers(markers)
+    known = tokenizer.pieces
+    pieces = [known.piece(token_id) if token_id in markup else known.piece_without_special(token_id) for token_id in range(size)]
     path.write_bytes(msgspec.msgpack.encode({"pieces": pieces, "end_token_ids": list(end_token_ids), "size": size}))
 
 
@@ -43,13 +48,13 @@ class Worker:
         self._process = process
 
     @classmethod
-    async def start(cls, vocabulary: Path) -> "Worker":
+    async def start(cls, backend: str, vocabulary: Path) -> "Worker":
         """Returns when it can be asked. Raises TimeoutError or one of WORKER_ERRORS."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment, start_new_session=True)
         worker = cls(process)
-        await worker.ask(orjson.dumps(str(vocabulary)), START_LIMIT_S)
+        await worker.ask(orjson.dumps([backend, str(vocabulary)]), START_LIMIT_S)
         return worker
 
     async def ask(self, line: bytes, limit_s: float) -> str:
@@ -78,8 +83,9 @@ class Worker:
 class GrammarChecker:
     """One worker, started when the first grammar arrives; verdicts are remembered."""
 
-    def __init__(self, vocabulary: Path, prepare: Callable[[Grammar], Awaitable[None]]):
-        """prepare: called for each new grammar that is usable, before it is let through."""
+    def __init__(self, backend: str, vocabulary: Path, prepare: Callable[[Grammar], Awaitable[None]]):
+        """backend: of --grammar-backend. prepare: called for each new grammar that is usable, before it is let through."""
+        self._backend = backend
         self._vocabulary = vocabulary
         self._prepare = prepare
         self._lock = asyncio.Lock()
@@ -128,7 +134,7 @@ class GrammarChecker:
         await worker.wait()
         self._forget(task)
         if self._worker is None:
-            self._worker = asyncio.create_task(Worker.start(self._vocabulary))  # the next one need not wait for it
+            self._worker = asyncio.create_task(Worker.start(self._backend, self._vocabulary))  # the next one need not wait for it
         return verdict
 
     async def _running_worker(self) -> Worker:
@@ -136,7 +142,7 @@ class GrammarChecker:
         for _ in range(MAX_STARTS):
             task = self._worker
             if task is None:
-                task = self._worker = asyncio.create_task(Worker.start(self._vocabulary))
+                task = self._worker = asyncio.create_task(Worker.start(self._backend, self._vocabulary))
             try:
                 worker = await asyncio.shield(task)
             except (TimeoutError, *WORKER_ERRORS) as error:

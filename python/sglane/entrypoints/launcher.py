@@ -17,6 +17,7 @@ from sglane.configs.model_config import ModelConfig, ModelConfigError, load_mode
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.http_server import make_app
 from sglane.entrypoints.middleware import OPEN_PATHS
+from sglane.entrypoints.parsers.markers import markers_of
 from sglane.entrypoints.processes import Family, WorkFolder, bind_http
 from sglane.entrypoints.server_state import HIDDEN, Engine, Phase, ServerState, until_idle
 from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
@@ -126,7 +127,8 @@ class Launcher:
         finally:
             loading.cancel()
         vocabulary = self._endpoints.vocabulary if self._args.offers_grammars() else ""
-        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result(), vocabulary)
+        engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result(), vocabulary,
+                                 self._args.grammar_backend, markers_of(self._args.tool_call_parser, self._args.reasoning_parser))
         self._server.engine_ready(engine)
         if not self._args.skip_server_warmup:
             key = self._args.admin_api_key or self._args.api_key

@@ -12,7 +12,8 @@ from fastapi.responses import Response
 from sglane.entrypoints.body import read_object
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
-from sglane.entrypoints.generation import Finish, Generation, LogprobWish, TokenLogprob
+from sglane.entrypoints.generation import Generation, LogprobWish
+from sglane.entrypoints.meta_info import MetaInfo
 from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import NATIVE, ModelFacts, Sampling, parse_sampling
@@ -24,7 +25,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 MAX_TOP_LOGPROBS = 1024
 REFUSED = (
     "input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path", "lora_id", "session_params", "session_id",
-    "custom_logit_processor", "return_hidden_states", "return_routed_experts", "return_bytes", "return_entropy", "return_prompt_token_ids",
+    "custom_logit_processor", "return_hidden_states", "return_routed_experts", "return_bytes", "return_entropy",
     "require_reasoning", "max_thinking_tokens", "background",
 )
 
@@ -62,7 +63,9 @@ class NativeApi:
         except BaseException:
             job.close()
             raise
-        writer = AnswerWriter(engine.tokenizer, received_s, is_list=inputs.is_batch or len(job.generations) > 1)
+        is_list = inputs.is_batch or len(job.generations) > 1
+        writer = AnswerWriter(engine.tokenizer, received_s, is_list=is_list, with_prompt_ids=fields.flag("return_prompt_token_ids"),
+                              is_incremental=self._server.args.incremental_streaming_output)
         if stream:
             return EventStream(job, lambda: writer.events(job))
         return await answer(request, job, writer.whole)
@@ -161,72 +164,32 @@ def read_asked(value: Any, facts: ModelFacts) -> list[int]:
 
 
 class AnswerWriter:
-    """Bodies and events of the native route. `text` and `output_ids` of events are cumulative."""
+    """Bodies and events of the native route."""
 
-    def __init__(self, tokenizer: TextTokenizer | None, received_s: float, is_list: bool):
+    def __init__(self, tokenizer: TextTokenizer | None, received_s: float, *, is_list: bool, with_prompt_ids: bool, is_incremental: bool):
+        """is_incremental: `text` and `output_ids` of an event are what is new since the last one; else they are all there is so far."""
         self._tokenizer = tokenizer
-        self._received_s = received_s
+        self._meta = MetaInfo(tokenizer, received_s)
         self._is_list = is_list
+        self._with_prompt_ids = with_prompt_ids
+        self._is_incremental = is_incremental
 
     def whole(self, generations: list[Generation]) -> Any:
         bodies = [self.body(generation) for generation in generations]
         return bodies if self._is_list else bodies[0]
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
+        sent: dict[int, tuple[int, int]] = {}  # characters, tokens
         async for due in due_generations(job):
-            bodies = [(generation.index, self.body(generation)) for generation in due]  # all at once: a generation may go on while we write
+            bodies = []  # all at once: a generation may go on while we write
+            for generation in due:
+                bodies.append((generation.index, self.body(generation, *sent.get(generation.index, (0, 0)))))
+                if self._is_incremental:
+                    sent[generation.index] = (len(generation.text), generation.num_output_tokens)
             yield b"".join(event({**body, "index": index} if self._is_list else body) for index, body in bodies)
 
-    def body(self, generation: Generation) -> dict[str, Any]:
-        """State of one generation so far."""
-        finish, counts = generation.finish, generation.counts
-        meta: dict[str, Any] = {
-            "id": generation.name,
-            "finish_reason": finish_reason(finish),
-            "prompt_tokens": generation.num_prompt_tokens,
-            "weight_version": "default",
-            "num_retractions": counts.retractions,
-            "total_retractions": counts.retractions,
-            "reasoning_tokens": 0,
-            "completion_tokens": generation.num_output_tokens,
-            "cached_tokens": counts.cached,
-            "cached_tokens_details": {"device": counts.cached_device, "host": counts.cached_host},
-        }
-        if finish is not None:
-            meta["e2e_latency"] = time.monotonic() - self._received_s
-        if generation.wish.output:
-            meta |= self._logprobs(generation)
-        body: dict[str, Any] = {"output_ids": generation.output_ids, "meta_info": meta}
-        return body if self._tokenizer is None else {"text": generation.text, **body}
-
-    def _logprobs(self, generation: Generation) -> dict[str, Any]:
-        wish = generation.wish
-        found: dict[str, Any] = {}
-        for side, entries in (("input", generation.input_logprobs), ("output", generation.output_logprobs)):
-            found[f"{side}_token_logprobs"] = [self._entry(entry.logprob, entry.token_id, wish) for entry in entries]
-            found[f"{side}_token_logprobs_length"] = len(entries)
-            if wish.num_top:
-                found[f"{side}_top_logprobs"] = [self._top(entry, wish) for entry in entries]
-            if wish.asked_ids:
-                found[f"{side}_token_ids_logprobs"] = [self._asked(entry, wish) for entry in entries]
-        return found
-
-    def _entry(self, logprob: float | None, token_id: int, wish: LogprobWish) -> tuple[float | None, int, str | None]:
-        text = self._tokenizer.token_text(token_id) if wish.with_text and self._tokenizer is not None else None
-        return logprob, token_id, text
-
-    def _top(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
-        return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in entry.top]
-
-    def _asked(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
-        return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in zip(entry.asked, wish.asked_ids)]
-
-
-def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
-    if finish is None:
-        return None
-    if finish.kind == "stop":
-        return {"type": "stop", "matched": finish.matched}
-    if finish.kind == "length":
-        return {"type": "length", "length": finish.length}
-    return {"type": "abort", "message": finish.message, "status_code": finish.status_code or None, "err_type": None}
+    def body(self, generation: Generation, num_characters: int = 0, num_tokens: int = 0) -> dict[str, Any]:
+        """State of one generation so far, without the first characters and output tokens."""
+        prompt_ids = {"prompt_token_ids": generation.prompt_ids()} if self._with_prompt_ids else {}
+        body: dict[str, Any] = {"output_ids": generation.output_ids[num_tokens:], "meta_info": self._meta.of(generation), **prompt_ids}
+        return body if self._tokenizer is None else {"text": generation.text[num_characters:], **body}

@@ -103,9 +103,10 @@ GENERATE = Declaration(
     JSON_OR_EVENTS, {"text": TEXTS, "input_ids": ID_LISTS, "sampling_params": OBJECT, "stream": BOOLEAN, "return_logprob": BOOLEAN},
     statuses=POST_STATUSES,
 )
-COMPLETIONS = Declaration(JSON_OR_EVENTS, {"model": STRING, "prompt": PROMPTS, **SAMPLING}, ("prompt",), statuses=POST_STATUSES)
-CHAT = Declaration(
-    JSON_OR_EVENTS, {"model": STRING, "messages": {"type": "array", "items": MESSAGE, "minItems": 1}, **SAMPLING}, ("messages",),
+EXTRAS: dict[str, Schema] = dict.fromkeys(("return_token_ids", "return_prompt_token_ids", "return_meta_info"), BOOLEAN)
+COMPLETIONS = Declaration(JSON_OR_EVENTS, {"model": STRING, "prompt": PROMPTS, **SAMPLING, **EXTRAS}, ("prompt",), statuses=POST_STATUSES)
+CHAT = Declaration(  # messages or input_ids
+    JSON_OR_EVENTS, {"model": STRING, "messages": {"type": "array", "items": MESSAGE, "minItems": 1}, "input_ids": PROMPT_IDS, **SAMPLING, **EXTRAS},
     statuses=POST_STATUSES,
 )
 TOKENIZE = Declaration(JSON, {"model": STRING, "prompt": TEXTS, "add_special_tokens": BOOLEAN}, ("prompt",), statuses=POST_STATUSES)

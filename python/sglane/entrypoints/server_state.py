@@ -60,16 +60,20 @@ class Engine:
     grammars: GrammarChecker | None
 
     @staticmethod
-    def assemble(client: EngineClient, tokenizer: TextTokenizer | None, config: ModelConfig, info: PlannerReady, vocabulary: str = "") -> "Engine":
-        """vocabulary: where to leave the tokens' bytes for structured output; empty: there is none."""
+    def assemble(client: EngineClient, tokenizer: TextTokenizer | None, config: ModelConfig, info: PlannerReady, vocabulary: str = "",
+                 backend: str = "none", markers: tuple[str, ...] = ()) -> "Engine":
+        """vocabulary: where to leave the tokens' bytes for structured output, by the library `backend`; empty: there is none.
+
+        markers: texts that the server's parsers look for.
+        """
         eos = dict.fromkeys([*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())])
         eos_token_ids = tuple(token for token in eos if 0 <= token < config.vocab_size)
         no_grammars = why_no_grammars(tokenizer, eos_token_ids, vocabulary)
-        facts = ModelFacts(config.vocab_size, eos_token_ids, info.context_length, info.max_request_tokens, no_grammars)
+        facts = ModelFacts(config.vocab_size, eos_token_ids, info.context_length, info.max_request_tokens, no_grammars, backend, markers)
         grammars = None
         if tokenizer is not None and not no_grammars:
-            write_vocabulary(Path(vocabulary), tokenizer, config.vocab_size, eos_token_ids)
-            grammars = GrammarChecker(Path(vocabulary), lambda grammar: client.prepare_grammar(grammar, GRAMMAR_PATIENCE_S))
+            write_vocabulary(Path(vocabulary), tokenizer, config.vocab_size, eos_token_ids, markers)
+            grammars = GrammarChecker(backend, Path(vocabulary), lambda grammar: client.prepare_grammar(grammar, GRAMMAR_PATIENCE_S))
         return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer), grammars)
 
     async def check_grammars(self, samplings: Iterable[Sampling]) -> None:

@@ -58,7 +58,7 @@ def grammars_of(spec: ProcessSpec, context: zmq.Context, executor: Executor, sta
         return None
     from sglane.model_executor.grammar import LazyGrammars  # most of a second to import: only where it can be of use
 
-    grammars = LazyGrammars(spec.endpoints.vocabulary)
+    grammars = LazyGrammars(spec.server_args.grammar_backend, spec.endpoints.vocabulary)
     executor.use_grammars(grammars)
     return stack.enter_context(GrammarTickets(grammars, context, spec.endpoints.from_executors, spec.rank))
 

@@ -14,7 +14,7 @@ from sglane.layers.attention.indexer import SelectionTap
 from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.memory import pool_rows
-from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes, StepForward
+from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes
 from sglane.model_executor.slot_table import Slot, SlotTable, TokenMask
 from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
 from sglane.model_executor.threads import ThreadPolicy

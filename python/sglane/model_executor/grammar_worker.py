@@ -1,7 +1,7 @@
 """Tries grammars out for the front, in a process that may be killed: `python -m sglane.model_executor.grammar_worker`.
 
-First line on standard input: the vocabulary's file, as a JSON string. It is answered by a line once the vocabulary is read. Then one Grammar
-(JSON) a line, each answered by one line: a JSON string with what is wrong, empty if it is usable.
+First line on standard input: the name of the library and the vocabulary's file, as a JSON array. It is answered by a line once the vocabulary is
+read. Then one Grammar (JSON) a line, each answered by one line: a JSON string with what is wrong, empty if it is usable.
 """
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import setproctitle
 
-from sglane.model_executor.grammar import GRAMMAR_ERRORS, XGrammars, read_vocabulary
+from sglane.model_executor.grammar import GRAMMAR_ERRORS, Backend, make_backend, read_vocabulary
 from sglane.plan.io_struct import Grammar
 from sglane.utils.parent import die_with_parent
 
@@ -22,10 +22,10 @@ MAX_COMPILED_BYTES = 64 << 20
 MAX_MESSAGE_CHARACTERS = 500
 
 
-def try_out(grammars: XGrammars, grammar: Grammar) -> str:
+def try_out(backend: Backend, grammar: Grammar) -> str:
     """What is wrong; empty if nothing is."""
     try:
-        num_bytes = grammars.compile(grammar).memory_size_bytes
+        num_bytes = backend.prepare(grammar)
     except GRAMMAR_ERRORS as error:
         return readable(str(error))
     except MemoryError:
@@ -47,11 +47,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    grammars = XGrammars(read_vocabulary(Path(msgspec.json.decode(sys.stdin.buffer.readline(), type=str))))
+    name, path = msgspec.json.decode(sys.stdin.buffer.readline(), type=tuple[str, str])
+    backend = make_backend(name, read_vocabulary(Path(path)))
     answers.write(b'""\n')
     answers.flush()
     for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(try_out(grammars, msgspec.json.decode(line, type=Grammar))) + b"\n")
+        answers.write(msgspec.json.encode(try_out(backend, msgspec.json.decode(line, type=Grammar))) + b"\n")
         answers.flush()
 
 

@@ -10,6 +10,7 @@ class Grammar(msgspec.Struct, frozen=True):
     kind: str  # json_schema | regex | ebnf | structural_tag
     text: str
     strict: bool = True  # json_schema: objects have no properties but those that the schema names
+    thoughts: str = ""  # in front of the answer, up to `</think>`, nothing is ruled out. inside: they have begun; maybe: a `<think>` begins them
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

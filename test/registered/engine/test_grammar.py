@@ -7,7 +7,7 @@ import pytest
 from kits.checkpoints import tiny
 from kits.grammar_world import END_ID, byte_vocabulary, text_of
 from kits.real_engine import TinyModel
-from sglane.model_executor.grammar import XGrammars
+from sglane.model_executor.grammar import Grammars
 from sglane.plan.io_struct import Grammar
 
 SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["red", "green"]}, "list": {"type": "array", "items": {"type": "boolean"}, "minItems": 6,
@@ -37,7 +37,7 @@ def add_all(engine, num=4):
 @pytest.fixture(scope="module")
 def undisturbed(model, vocabulary):
     """Outputs without neighbours, in a pool that is large enough."""
-    engine = model.engine(grammars=XGrammars(vocabulary), num_pages=400, overlap=False)
+    engine = model.engine(grammars=Grammars("xgrammar", vocabulary), num_pages=400, overlap=False)
     add_all(engine)
     assert all(last.num_retractions == 0 for last in engine.last.values())
     return engine.outputs
@@ -52,7 +52,7 @@ def test_answers_are_valid(undisturbed, vocabulary):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_retractions_change_nothing(model, vocabulary, undisturbed, overlap):
-    engine = model.engine(grammars=XGrammars(vocabulary), num_pages=48, chunk=8, overlap=overlap)
+    engine = model.engine(grammars=Grammars("xgrammar", vocabulary), num_pages=48, chunk=8, overlap=overlap)
     add_all(engine)
     assert sum(last.num_retractions for last in engine.last.values()) > 0
     assert engine.outputs == undisturbed
@@ -61,14 +61,14 @@ def test_retractions_change_nothing(model, vocabulary, undisturbed, overlap):
 
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_lanes_change_nothing(model, vocabulary, undisturbed, cp_size):
-    engine = model.ranks(cp_size, make_grammars=lambda: XGrammars(vocabulary), num_pages=120)
+    engine = model.ranks(cp_size, make_grammars=lambda: Grammars("xgrammar", vocabulary), num_pages=120)
     add_all(engine)
     assert engine.outputs == undisturbed
 
 
 def test_a_prefix_hit_on_an_earlier_answer(model, vocabulary):
     """The hit covers output of an earlier request, which is prompt in this one: the grammar starts anew."""
-    engine = model.engine(grammars=XGrammars(vocabulary))
+    engine = model.engine(grammars=Grammars("xgrammar", vocabulary))
     prompt = np.arange(2, 12)
     engine.add("first", prompt, 150, sampling=SAMPLING)
     engine.run()
@@ -81,7 +81,7 @@ def test_a_prefix_hit_on_an_earlier_answer(model, vocabulary):
 
 def test_log_probabilities_are_those_of_the_model(model, vocabulary):
     """What the grammar rules out keeps its probability in the report."""
-    engine = model.engine(grammars=XGrammars(vocabulary))
+    engine = model.engine(grammars=Grammars("xgrammar", vocabulary))
     fields = {**SAMPLING, "logprobs": True, "logprob_token_ids": list(range(model.config.vocab_size))}
     engine.add("a", np.arange(2, 12), 20, sampling=fields)
     engine.add("b", np.arange(2, 12), 1, sampling={k: v for k, v in fields.items() if k != "grammar"})
@@ -91,7 +91,7 @@ def test_log_probabilities_are_those_of_the_model(model, vocabulary):
 
 
 def test_length_ends_an_unfinished_answer(model, vocabulary):
-    engine = model.engine(grammars=XGrammars(vocabulary))
+    engine = model.engine(grammars=Grammars("xgrammar", vocabulary))
     engine.add("a", np.arange(2, 12), 5, sampling=SAMPLING)
     engine.run()
     assert engine.last["a"].finish.kind == "length" and len(engine.outputs["a"]) == 5

@@ -1,10 +1,21 @@
 """Flags: defaults, refusals with the flag's name and the reason, the way to a child process and back."""
 import dataclasses
+import typing
 
 import pytest
 
 from sglane.plan.io_struct import Endpoints
-from sglane.server_args import ConfigError, ProcessSpec, ServerArgs, build_parser, flag_of, parse_args, secrets
+from sglane.server_args import (
+    ConfigError,
+    ProcessSpec,
+    ServerArgs,
+    build_parser,
+    fields_of_variables,
+    flag_of,
+    parse_args,
+    scalar_of,
+    secrets,
+)
 
 
 def test_no_flags_give_the_defaults():
@@ -54,6 +65,12 @@ def test_other_spellings_of_the_two_rank_flags():
 def test_a_refusal_names_the_flag(changes, word):
     with pytest.raises(ConfigError, match=word):
         dataclasses.replace(ServerArgs(), **changes).resolve()
+
+
+def test_a_grammar_library_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--grammar-backend llguidance needs the package"):
+        dataclasses.replace(ServerArgs(), grammar_backend="llguidance").resolve()
 
 
 @pytest.mark.parametrize("words", [
@@ -144,3 +161,48 @@ def test_a_missing_file(capsys, tmp_path):
     with pytest.raises(SystemExit):
         parse_args(["--config", str(tmp_path / "none.yaml")])
     assert "none.yaml" in capsys.readouterr().err
+
+
+# --- variables ----------------------------------------------------------------------------------------------------------
+
+
+def test_command_line_beats_variables_beat_file(file, monkeypatch):
+    path = file("page-size: 16\nschedule_policy: lpm\nhealth-timeout-s: 3\nstream-interval: 5\n")
+    variables = {"PAGE_SIZE": "32", "HEALTH_TIMEOUT_S": "7.5", "ENABLE_METRICS": "yes", "PORT": "31000", "MODEL": "there", "API_KEY": "1234"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SGLANE_ARG_{name}", value)
+    args = parse_args(["--config", path, "--port", "0", "--health-timeout-s", "9"])
+    assert (args.page_size, args.schedule_policy, args.health_timeout_s, args.stream_interval, args.port) == (32, "lpm", 9.0, 5, 0)
+    assert (args.enable_metrics, args.model_path, args.api_key) == (True, "there", "1234")
+    assert parse_args(["--no-enable-metrics"]).enable_metrics is False
+    monkeypatch.setenv("SGLANE_ARG_CONFIG", path)
+    args = parse_args([])
+    assert (args.page_size, args.stream_interval, args.port) == (32, 5, 31000)
+
+
+def test_every_flag_has_a_variable(monkeypatch):
+    samples = {bool: "true", int: "3", float: "0.5", str: "text"}
+    hints = typing.get_type_hints(ServerArgs)
+    for item in dataclasses.fields(ServerArgs):
+        scalar = scalar_of(hints[item.name])
+        choices = typing.get_args(scalar)
+        found = fields_of_variables({f"SGLANE_ARG_{item.name.upper()}": choices[-1] if choices else samples[scalar]})
+        assert type(found[item.name]) is (str if choices else scalar)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("NO_SUCH_FLAG", "1"), ("page_size", "16"), ("PAGE_SIZE", "many"), ("PAGE_SIZE", "1.5"), ("PAGE_SIZE", ""), ("PAGE_SIZE", "0"),
+    ("ENABLE_METRICS", "maybe"), ("SCHEDULE_POLICY", "lifo"), ("MEM_FRACTION_STATIC", "nan"), ("CP_SIZE", "2"), ("CONFIG", "/does/not/exist"),
+    ("ATTN_CP_SIZE", "x"), ("API_KEY", " "),
+])
+def test_a_wrong_variable_is_refused_by_name(monkeypatch, capsys, name, value):
+    monkeypatch.setenv(f"SGLANE_ARG_{name}", value)
+    with pytest.raises(SystemExit) as ended:
+        parse_args([])
+    assert ended.value.code == 2
+    assert f"SGLANE_ARG_{name}" in capsys.readouterr().err.partition("error: ")[2]
+
+
+def test_two_variables_for_one_flag():
+    with pytest.raises(ConfigError, match="SGLANE_ARG_MODEL_PATH"):
+        fields_of_variables({"SGLANE_ARG_MODEL": "a", "SGLANE_ARG_MODEL_PATH": "b"})

@@ -2,6 +2,8 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from fastapi import Request
 from fastapi.responses import Response
 
@@ -16,7 +18,7 @@ from sglane.entrypoints.request_builder import Prompt, namespaces_of, need_token
 from sglane.entrypoints.responses import EventStream, answer
 from sglane.entrypoints.sampling import OPENAI, ModelFacts, Sampling, parse_sampling
 from sglane.entrypoints.server_state import ServerState
-from sglane.entrypoints.validation import Fields
+from sglane.entrypoints.validation import Fields, token_ids
 
 MAX_TOP_LOGPROBS = 20
 #: Tokens at the end of a prompt in which a marker may stand.
@@ -38,33 +40,38 @@ class ChatApi:
         engine = self._server.engine_for_requests()
         refuse_unsupported(fields)
         tokenizer = need_tokenizer(engine.tokenizer, "messages")
-        messages = read_messages(fields)
+        given = read_ids(fields, engine.facts)
+        messages = read_messages(fields) if given is None else []
         parsing = Parsing.read(fields, self._server.args)
-        check_template(parsing.tools, tokenizer)
+        if given is None:
+            check_template(parsing.tools, tokenizer)
         sampling = self._sampling(fields, engine.facts, parsing)
         wish, turn, arguments = read_wish(fields), read_turn(fields), read_template_arguments(fields)
         options = Options.read(fields, self._server.args.enable_cache_report)
         head = Head.make("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", fields, self._server.model_name)
         job = engine.client.open_job(rids_of(fields, 1, is_batch=False))
         try:
+            ids = await tokenizer.encode_chat(messages, *turn, {**arguments, "tools": parsing.tools.declared}) if given is None else given
+            opening = parsing.opening(tokenizer.decode(ids[-NUM_END_TOKENS:]), messages, continue_final_message=turn[1])
+            sampling = sampling.after_thoughts(opening)
             await engine.check_grammars([sampling])
-            ids = await tokenizer.encode_chat(messages, *turn, {**arguments, "tools": parsing.tools.declared})
-            prompt = Prompt(job.names[0], ids, sampling, wish, namespaces_of(fields, 1, is_batch=False)[0], priority_of(fields), "messages")
+            prompt = Prompt(job.names[0], ids, sampling, wish, namespaces_of(fields, 1, is_batch=False)[0], priority_of(fields),
+                            "messages" if given is None else "input_ids")
             engine.builder.submit(job, [prompt], options.stream)
         except BaseException:
             job.close()
             raise
-        begins_inside = parsing.begins_inside(tokenizer.decode(ids[-NUM_END_TOKENS:]), messages, continue_final_message=turn[1])
-        writer = ChatWriter(head, options, Reading(parsing, begins_inside, tokenizer))
+        writer = ChatWriter(head, options, Reading(parsing, opening == "inside", tokenizer))
         if options.stream:
             return EventStream(job, lambda: writer.events(job))
         return await answer(request, job, writer.whole)
 
     def _sampling(self, fields: Fields, facts: ModelFacts, parsing: Parsing) -> Sampling:
-        sampling = parse_sampling(fields, OPENAI, facts, None, self._server.args.stream_interval)
+        sampling = parse_sampling(fields, OPENAI, facts, None, self._server.args.stream_interval, parsing.tools.needed)
         if sampling.max_new_tokens == 0:
             raise bad_field("max_tokens" if fields.get("max_tokens") is not None else "max_completion_tokens", "must be at least 1, got 0")
-        return dataclasses.replace(sampling, text=dataclasses.replace(sampling.text, markers=parsing.markers))
+        markers = tuple(dict.fromkeys([*sampling.text.markers, *parsing.markers]))
+        return dataclasses.replace(sampling, text=dataclasses.replace(sampling.text, markers=markers))
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------
@@ -75,6 +82,16 @@ def refuse_unsupported(fields: Fields) -> None:
     refuse_disaggregation(fields)
     if fields.get("modalities") not in (None, ["text"]):
         raise bad_field("modalities", "must be [\"text\"]")
+
+
+def read_ids(fields: Fields, facts: ModelFacts) -> npt.NDArray[np.int32] | None:
+    """`input_ids`: the prompt as token ids, int32 [n]. Messages are not looked at then, and what would shape them is refused."""
+    value = fields.get("input_ids")
+    if value is None:
+        return None
+    fields.refuse(("continue_final_message", "add_generation_prompt", "chat_template_kwargs", "reasoning_effort"),
+                  "shapes the prompt, but input_ids gives it as it is")
+    return token_ids("input_ids", value, facts.vocab_size)
 
 
 def read_turn(fields: Fields) -> tuple[bool, bool]:

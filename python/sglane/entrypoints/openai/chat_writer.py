@@ -8,7 +8,8 @@ import numpy as np
 
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.generation import Finish, Generation
-from sglane.entrypoints.openai.common import Head, Options, chat_logprobs, closing, ending, extension, usage
+from sglane.entrypoints.meta_info import MetaInfo
+from sglane.entrypoints.openai.common import Head, Ids, Options, chat_logprobs, closing, ending, extension, usage
 from sglane.entrypoints.openai.parsing import Parsing
 from sglane.entrypoints.parsers.answer import join
 from sglane.entrypoints.parsers.counter import ReasoningCounter
@@ -29,8 +30,9 @@ class Reading:
 class Choice:
     """One generation and what was read of it so far."""
 
-    def __init__(self, generation: Generation, reading: Reading):
+    def __init__(self, generation: Generation, reading: Reading, options: Options):
         self.generation = generation
+        self.ids = Ids(generation, options)
         self._tokenizer = reading.tokenizer
         self._parser = reading.parsing.answer(reading.begins_inside)
         self._counter = make_counter(generation, reading)
@@ -116,14 +118,16 @@ class ChatWriter:
         self._reading = reading
 
     def whole(self, generations: list[Generation]) -> dict[str, Any]:
-        choices = [Choice(generation, self._reading) for generation in generations]
+        choices = [Choice(generation, self._reading, self._options) for generation in generations]
         parts = []
         for choice in choices:
             generation = choice.generation
             logprobs = chat_logprobs(generation.output_logprobs, self._reading.tokenizer) if generation.wish.output else None
             message = message_of(choice.events())
-            parts.append({"index": generation.index, "message": message, "logprobs": logprobs, **choice.ending()})
-        return self._head.body(parts, **closing(generations, self._options, sum(choice.num_reasoning_tokens() for choice in choices)))
+            parts.append({"index": generation.index, "message": message, "logprobs": logprobs, **choice.ending(), **choice.ids.fields(),
+                          **self._meta(choice)})
+        end = closing(generations, self._options, sum(choice.num_reasoning_tokens() for choice in choices))
+        return self._head.body(parts, **self._prompt_ids(generations[0]), **end)
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
         """For each choice: its role, what was read of it, one finish; then usage if it was asked for."""
@@ -132,8 +136,9 @@ class ChatWriter:
             chunks: list[bytes] = []
             for generation in due:
                 if generation.index not in choices:
-                    choices[generation.index] = Choice(generation, self._reading)
-                    chunks.append(self._chunk(choices[generation.index], {"role": "assistant", "content": ""}))
+                    choices[generation.index] = Choice(generation, self._reading, self._options)
+                    more = {} if len(choices) > 1 else self._prompt_ids(generation)
+                    chunks.append(self._chunk(choices[generation.index], {"role": "assistant", "content": ""}, **more))
                 choice = choices[generation.index]
                 deltas, logprobs = [delta_of(item) for item in choice.events()], choice.logprobs()
                 if logprobs is not None and not deltas:
@@ -148,12 +153,25 @@ class ChatWriter:
             num_reasoning_tokens = sum(choice.num_reasoning_tokens() for choice in choices.values())
             yield event(self._head.body([], **closing(job.generations, self._options, num_reasoning_tokens)))
 
-    def _chunk(self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finished: bool = False) -> bytes:
+    def _prompt_ids(self, generation: Generation) -> dict[str, Any]:
+        """Of the whole answer, as vLLM's clients look for them; choices have them, too."""
+        return {"prompt_token_ids": generation.prompt_ids()} if self._options.token_ids else {}
+
+    def _meta(self, choice: Choice) -> dict[str, Any]:
+        if not self._options.meta_info:
+            return {}
+        meta = MetaInfo(self._reading.tokenizer, self._head.received_s)
+        return {"meta_info": meta.of(choice.generation, choice.num_reasoning_tokens())}
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finished: bool = False, **more: Any) -> bytes:
         delta = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None, **delta}
         end = choice.ending() if finished else ending(None)
-        more = extension([choice.generation], self._options) if finished else {}
+        part = {"index": choice.generation.index, "delta": delta, "logprobs": logprobs, **end, **choice.ids.fields()}
+        if finished:
+            part |= self._meta(choice)
+            more |= extension([choice.generation], self._options)
         if self._options.continuous_usage:
             more["usage"] = usage([choice.generation], self._options, choice.num_reasoning_tokens())
         elif self._options.include_usage:
             more["usage"] = None
-        return event(self._head.body([{"index": choice.generation.index, "delta": delta, "logprobs": logprobs, **end}], **more))
+        return event(self._head.body([part], **more))

@@ -11,8 +11,7 @@ from sglane.entrypoints.validation import Fields
 
 REFUSED = (
     "lora_path", "lora_id", "session_params", "session_id", "custom_logit_processor", "return_hidden_states", "return_routed_experts",
-    "return_token_ids", "return_meta_info", "return_spec_tokens_details", "return_prompt_token_ids",
-    "use_beam_search", "input_ids", "input_embeds", "background",
+    "return_spec_tokens_details", "use_beam_search", "input_embeds", "background",
 )
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -26,6 +25,9 @@ class Options:
     continuous_usage: bool
     cached_details: bool
     cache_report: bool  # --enable-cache-report
+    token_ids: bool  # of the output
+    prompt_ids: bool
+    meta_info: bool
 
     @staticmethod
     def read(fields: Fields, cache_report: bool) -> "Options":
@@ -36,6 +38,9 @@ class Options:
             continuous_usage=stream_options.flag("continuous_usage_stats"),
             cached_details=fields.flag("return_cached_tokens_details"),
             cache_report=cache_report,
+            token_ids=fields.flag("return_token_ids"),
+            prompt_ids=fields.flag("return_prompt_token_ids") or fields.flag("return_token_ids"),
+            meta_info=fields.flag("return_meta_info"),
         )
 
 
@@ -47,10 +52,11 @@ class Head:
     kind: str  # value of `object`
     created: int
     model: str
+    received_s: float  # time.monotonic()
 
     @staticmethod
     def make(prefix: str, kind: str, fields: Fields, served_model_name: str) -> "Head":
-        return Head(f"{prefix}-{random.getrandbits(128):032x}", kind, int(time.time()), fields.string("model") or served_model_name)
+        return Head(f"{prefix}-{random.getrandbits(128):032x}", kind, int(time.time()), fields.string("model") or served_model_name, time.monotonic())
 
     def body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices, **more}
@@ -89,6 +95,24 @@ def extension(generations: Sequence[Generation], options: Options) -> dict[str, 
     prompts = one_per_prompt(generations)
     details = {"device": sum(prompt.counts.cached_device for prompt in prompts), "host": sum(prompt.counts.cached_host for prompt in prompts)}
     return {"sglext": {"cached_tokens_details": details}}
+
+
+class Ids:
+    """Token ids of one choice that were not sent yet, if the request wants them."""
+
+    def __init__(self, generation: Generation, options: Options):
+        self._generation = generation
+        self._options = options
+        self._num_sent: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Of the choice's next chunk, or of the whole choice: prompt_token_ids the first time, token_ids always."""
+        first, start = self._num_sent is None, self._num_sent or 0
+        found: dict[str, Any] = {"prompt_token_ids": self._generation.prompt_ids()} if first and self._options.prompt_ids else {}
+        if self._options.token_ids:
+            found["token_ids"] = self._generation.output_ids[start:]
+        self._num_sent = self._generation.num_output_tokens
+        return found
 
 
 def ending(finish: Finish | None) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from sglane.entrypoints.body import read_object
 from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
-from sglane.entrypoints.openai.common import REFUSED, Head, Options, closing, completion_logprobs, ending, extension, usage
+from sglane.entrypoints.meta_info import MetaInfo
+from sglane.entrypoints.openai.common import REFUSED, Head, Ids, Options, closing, completion_logprobs, ending, extension, usage
 from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import OPENAI, parse_sampling
@@ -73,12 +74,14 @@ class CompletionWriter:
             entries = [*generation.input_logprobs, *generation.output_logprobs]
             logprobs = completion_logprobs(entries, self._tokenizer, 0) if generation.wish.output else None
             text = self._echoes[generation.name] + generation.text
-            choices.append({"index": generation.index, "text": text, "logprobs": logprobs, **ending(generation.finish)})
+            more = {**ending(generation.finish), **Ids(generation, self._options).fields(), **self._meta(generation)}
+            choices.append({"index": generation.index, "text": text, "logprobs": logprobs, **more})
         return self._head.body(choices, **closing(generations, self._options))
 
     async def events(self, job: Job) -> AsyncIterator[bytes]:
         """Every chunk but the usage chunk has one choice; each choice has one finish."""
         sent: dict[int, tuple[int, int]] = {}  # characters of echo and text, log probability entries
+        ids: dict[int, Ids] = {}
         async for due in due_generations(job):
             chunks: list[bytes] = []
             for generation in due:
@@ -89,14 +92,20 @@ class CompletionWriter:
                 sent[generation.index] = (len(whole_text), num_entries + len(entries))
                 if text or entries or generation.finish is not None:
                     logprobs = completion_logprobs(entries, self._tokenizer, num_characters) if entries else None
-                    chunks.append(self._chunk(generation, text, logprobs))
+                    unsent = ids.setdefault(generation.index, Ids(generation, self._options))
+                    chunks.append(self._chunk(generation, text, logprobs, unsent.fields()))
             if chunks:
                 yield b"".join(chunks)
         if self._options.include_usage:
             yield event(self._head.body([], **closing(job.generations, self._options)))
 
-    def _chunk(self, generation: Generation, text: str, logprobs: dict[str, Any] | None) -> bytes:
-        choice = {"index": generation.index, "text": text, "logprobs": logprobs, **ending(generation.finish)}
+    def _meta(self, generation: Generation) -> dict[str, Any]:
+        return {"meta_info": MetaInfo(self._tokenizer, self._head.received_s).of(generation)} if self._options.meta_info else {}
+
+    def _chunk(self, generation: Generation, text: str, logprobs: dict[str, Any] | None, ids: dict[str, Any]) -> bytes:
+        choice = {"index": generation.index, "text": text, "logprobs": logprobs, **ending(generation.finish), **ids}
+        if generation.finish is not None:
+            choice |= self._meta(generation)
         more = extension([generation], self._options) if generation.finish is not None else {}
         if self._options.continuous_usage:
             more["usage"] = usage([generation], self._options)
@@ -109,7 +118,7 @@ class CompletionWriter:
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    fields.refuse((*REFUSED, "suffix"))
+    fields.refuse((*REFUSED, "suffix", "input_ids"))
     refuse_disaggregation(fields)
 
 

@@ -22,12 +22,12 @@ FORMATS = {
 }
 
 
-def begins_inside(form: ReasoningFormat, prompt_end: str) -> bool:
-    """Whether output after a prompt that ends like this begins with thoughts."""
+def opening(form: ReasoningFormat, prompt_end: str) -> str:
+    """How output after a prompt that ends like this begins: `inside` thoughts; `maybe` with the marker of some; empty: with the answer."""
     end = prompt_end.rstrip(SPACE)
     if end.endswith(END):
-        return False
-    return end.endswith(START) or form.is_open_without_marker
+        return ""
+    return "inside" if end.endswith(START) or form.is_open_without_marker else "maybe"
 
 
 def ends_inside(text: str) -> bool:

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from kits.front import Front
 from sglane.entrypoints import grammar_checker
 from sglane.entrypoints.errors import ApiError
 from sglane.entrypoints.grammar_checker import GrammarChecker, Worker, write_vocabulary
@@ -69,7 +70,7 @@ def checking(vocabulary, work):
         assert grammar != SLOW
 
     async def run():
-        checker = GrammarChecker(vocabulary, prepare)
+        checker = GrammarChecker("xgrammar", vocabulary, prepare)
         try:
             return await work(checker)
         finally:
@@ -198,3 +199,28 @@ def test_response_format_refusals(front):
         assert response.status_code == 400 and "exclude" in response.json()["message"], response.text
         response = front.post(route, {**body, "response_format": {"type": "json_object"}, "min_tokens": 3})
         assert response.status_code == 400 and response.json()["param"] == "min_tokens", response.text
+
+
+# --- the other library ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_front(config, tokenizer):
+    with Front(config, tokenizer, grammar_backend="llguidance") as running:
+        yield running
+
+
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+
+
+@pytest.mark.parametrize(("route", "body"), ROUTES)
+def test_llguidance(other_front, route, body):
+    for fields in ({"regex": "[a-c]+"}, {"json_schema": SCHEMA}, {"ebnf": 'root ::= "a"'}, {"ebnf": 'start: "a" | "b"'}):
+        other_front.ask(route, with_fields(route, body, fields))
+    for fields, name in (({"regex": "(("}, "regex"), ({"json_schema": '{"type":"foo"}'}, "json_schema"), ({"ebnf": "start: x"}, "ebnf")):
+        response = other_front.post(route, with_fields(route, body, fields))
+        assert response.status_code == 400 and response.json()["param"] == name and "\n<state>" not in response.text, response.text
+    response = other_front.post(route, with_fields(route, body, {"structural_tag": TAG}))
+    assert response.status_code == 400 and response.json()["param"] == "structural_tag", response.text
+    assert "--grammar-backend llguidance" in response.json()["message"]
+    assert other_front.wait_idle()

@@ -1,4 +1,4 @@
-"""Masks by xgrammar: whatever the logits want, the answer matches; a matcher that starts late sees what one that was there saw."""
+"""Masks by both libraries: whatever the logits want, the answer matches; a matcher that starts late sees what one that was there saw."""
 import json
 import re
 import threading
@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from kits.grammar_world import END_ID, SPECIAL_ID, byte_vocabulary, text_of
-from sglane.model_executor.grammar import LazyGrammars, XGrammars
+from sglane.model_executor.grammar import Grammars, LazyGrammars
 from sglane.model_executor.grammar_tickets import GrammarTickets
 from sglane.model_executor.grammar_worker import try_out
 from sglane.model_executor.sampler import SampleRow, sample
@@ -20,7 +20,7 @@ from sglane.plan.io_struct import Grammar, PrepareGrammar, SamplingParams
 from sglane.plan.step_plan import FromExecutor, GrammarReady, SlotStart
 from sglane.utils.ipc import Receiver
 
-SIZE = 140
+SIZE = 160  # a multiple of 32
 VOCABULARY = byte_vocabulary(SIZE)
 SCHEMA = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}, "age": {"type": "integer"},
                                            "home": {"type": "object", "properties": {"no": {"type": "boolean"}}, "required": ["no"]}},
@@ -29,9 +29,14 @@ GRAMMARS = [Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", "[A-C]{
             Grammar("json_schema", '{"type":"array","items":{"type":"boolean"},"maxItems":4}')]
 
 
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def grammars():
-    return XGrammars(VOCABULARY)
+def grammars(backend):
+    return Grammars(backend, VOCABULARY)
 
 
 def answer(grammars, grammar, seed, num_tokens=400, **fields):
@@ -137,23 +142,51 @@ def test_whitespace_comes_to_an_end(grammars):
     assert lengths == list(range(1, len(lengths) + 1)) and len(lengths) < 40
 
 
-@pytest.mark.parametrize("grammar, word", [
-    (Grammar("json_schema", '{"type":"foo"}'), "foo"), (Grammar("json_schema", '{"$ref":"#"}'), "$ref"), (Grammar("regex", "(("), "parenthesis"),
-    (Grammar("ebnf", "root ::= x"), "x"), (Grammar("structural_tag", "{}"), "format"), (Grammar("lark", "x"), "kind"),
+@pytest.mark.parametrize("grammar, words", [
+    (Grammar("json_schema", '{"type":"foo"}'), ("foo", "foo")), (Grammar("json_schema", '{"$ref":"#"}'), ("$ref", "no answer")),
+    (Grammar("regex", "(("), ("parenthesis", "unclosed group")), (Grammar("ebnf", "root ::= x"), ("x", "x")),
+    (Grammar("structural_tag", "{}"), ("format", "structural_tag")), (Grammar("lark", "x"), ("kind", "lark")),
 ])
-def test_the_worker_says_what_is_wrong(grammars, grammar, word):
-    assert word in try_out(grammars, grammar)
+def test_the_worker_says_what_is_wrong(grammars, backend, grammar, words):
+    assert words[backend == "llguidance"] in try_out(grammars.backend, grammar)
 
 
 def test_the_worker_takes_good_grammars(grammars):
-    assert [try_out(grammars, grammar) for grammar in GRAMMARS] == [""] * len(GRAMMARS)
+    assert [try_out(grammars.backend, grammar) for grammar in GRAMMARS] == [""] * len(GRAMMARS)
 
 
-def test_a_ticket_ends_when_the_grammar_is_there(tmp_path):
+def test_forced_text_may_be_spelled_in_any_way(grammars):
+    """A single token, or its letters."""
+    whole = VOCABULARY.pieces.index(b"true")
+    assert {whole, *ids("t")} <= set(allowed(grammars.mask(Grammar("regex", "true")), []))
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+@pytest.mark.parametrize("thoughts", ["inside", "maybe"])
+def test_the_answer_begins_where_the_thoughts_end(grammars, grammar, thoughts):
+    grammar, opened = msgspec.structs.replace(grammar, thoughts=thoughts), "<think>" if thoughts == "maybe" else ""
+    mask, text = grammars.mask(grammar), f"{opened}a < b, </thin"
+    assert not {END_ID, SPECIAL_ID} & set(allowed(mask, ids(text)))
+    assert {*ids("k z"), VOCABULARY.pieces.index(b"true")} <= set(allowed(mask, ids(text)))
+    tokens = ids(f"{text}k>\n\n")
+    plain = {token for token in allowed(grammars.mask(msgspec.structs.replace(grammar, thoughts="")), []) if not VOCABULARY.pieces[token].isspace()}
+    assert plain == {token for token in allowed(mask, tokens) if not VOCABULARY.pieces[token].isspace()}
+    answered = [*tokens, *answer(grammars, msgspec.structs.replace(grammar, thoughts=""), 1)]
+    for num in range(len(tokens), len(answered)):
+        assert answered[num] in allowed(mask, answered[:num]), text_of(VOCABULARY, answered)
+
+
+def test_thoughts_may_be_left_out(grammars):
+    first = set(allowed(grammars.mask(Grammar("regex", "[A-C]+", thoughts="maybe")), []))
+    assert {*ids("<ABC")} <= first and not {END_ID, *ids("Dx{")} & first
+    assert allowed(grammars.mask(Grammar("regex", "[A-C]+", thoughts="maybe")), ids("<")) == ids("t")
+
+
+def test_a_ticket_ends_when_the_grammar_is_there(tmp_path, backend):
     """Compiled in the thread, not again for the request; a broken one does not end the thread; the context waits for the thread."""
     path = tmp_path / "vocabulary"
     path.write_bytes(msgspec.msgpack.encode(VOCABULARY))
-    lazy, context = LazyGrammars(str(path)), zmq.Context()
+    lazy, context = LazyGrammars(backend, str(path)), zmq.Context()
     receiver = Receiver(context, f"ipc://{tmp_path}/r", FromExecutor)
     slow = Grammar("json_schema", json.dumps({"enum": [f"value {number}" for number in range(2000)]}))
     with GrammarTickets(lazy, context, f"ipc://{tmp_path}/r", 3) as tickets:

@@ -1,6 +1,6 @@
 """DeepSeek V3.1: calls `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>` between two markers of their own."""
 from sglane.entrypoints.parsers.cursor import Cursor
-from sglane.entrypoints.parsers.tool_calls.format import CallReading, Tools, call_of, parse_json
+from sglane.entrypoints.parsers.tool_calls.format import CallReading, Template, Tools, call_of, parse_json
 
 CALLS_OPEN, CALLS_CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 OPEN, SEPARATOR, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -9,6 +9,7 @@ OPEN, SEPARATOR, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<
 class DeepSeekV31:
     openers = (CALLS_OPEN, OPEN)  # the second one for calls that follow a malformed one
     markers = (CALLS_OPEN, CALLS_CLOSE, OPEN, SEPARATOR, CLOSE)
+    template = Template(lambda name: f"{OPEN}{name}{SEPARATOR}", CLOSE, frame=(CALLS_OPEN, CALLS_CLOSE))
 
     def read(self, cursor: Cursor, tools: Tools, opener: str) -> CallReading:
         if opener == CALLS_OPEN:

@@ -3,7 +3,7 @@ from collections.abc import Generator
 from typing import Any
 
 from sglane.entrypoints.parsers.cursor import Cursor, Malformed
-from sglane.entrypoints.parsers.tool_calls.format import CallReading, Tools, call_of, parse_json
+from sglane.entrypoints.parsers.tool_calls.format import CallReading, Template, Tools, call_of, parse_json
 
 CALLS_OPEN, CALLS_CLOSE = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
 INVOKE, INVOKE_CLOSE = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
@@ -14,6 +14,7 @@ IS_STRING, IS_JSON = '" string="true">', '" string="false">'
 class Dsml:
     openers = (CALLS_OPEN, INVOKE)  # the second one for calls that follow a malformed one
     markers = (CALLS_OPEN, CALLS_CLOSE, INVOKE, INVOKE_CLOSE, PARAMETER, PARAMETER_CLOSE)
+    template = Template(lambda name: f'{INVOKE}{name}">\n', f"{INVOKE_CLOSE}\n", "deepseek_xml", (f"{CALLS_OPEN}\n", CALLS_CLOSE))
 
     def read(self, cursor: Cursor, tools: Tools, opener: str) -> CallReading:
         if opener == CALLS_OPEN:

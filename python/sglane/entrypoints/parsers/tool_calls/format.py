@@ -1,6 +1,6 @@
 """What one format of tool calls has to say, and the values that calls are made of."""
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,22 @@ class Call:
 CallReading = Generator[Call | None, None, None]
 
 
+@dataclass(frozen=True)
+class Template:
+    """How a model of this format writes calls when nothing but calls is allowed."""
+
+    before: Callable[[str], str]  # tool's name -> what stands before the arguments
+    after: str  # what stands behind them
+    style: str = "json"  # how the arguments are written: the grammar library's name for it
+    frame: tuple[str, str] = ("", "")  # around all calls
+    between: str = ""  # two calls
+
+
 class Format(Protocol):
     """One way of writing calls. It has no state: what was read is in the cursor."""
+
+    @property
+    def template(self) -> Template: ...
 
     @property
     def openers(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@ from collections.abc import Generator
 from typing import Any
 
 from sglane.entrypoints.parsers.cursor import SPACE, Cursor, Malformed, OutOfText
-from sglane.entrypoints.parsers.tool_calls.format import CallReading, Tools, call_of
+from sglane.entrypoints.parsers.tool_calls.format import CallReading, Template, Tools, call_of
 from sglane.entrypoints.parsers.tool_calls.schema import typed
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -14,6 +14,10 @@ VALUE, VALUE_CLOSE = "<arg_value>", "</arg_value>"
 class Glm:
     openers = (OPEN,)
     markers = (OPEN, CLOSE, KEY, KEY_CLOSE, VALUE, VALUE_CLOSE)
+
+    def __init__(self, between: str = ""):
+        """between: what the model writes between two calls; when reading, any white space will do."""
+        self.template = Template(lambda name: f"{OPEN}{name}", CLOSE, "glm_xml", between=between)
 
     def read(self, cursor: Cursor, tools: Tools, opener: str) -> CallReading:
         yield from cursor.space()

@@ -1,6 +1,6 @@
 """Qwen3 (Hermes style): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one block per call."""
 from sglane.entrypoints.parsers.cursor import Cursor, Malformed
-from sglane.entrypoints.parsers.tool_calls.format import CallReading, Tools, call_of, parse_json
+from sglane.entrypoints.parsers.tool_calls.format import CallReading, Template, Tools, call_of, parse_json, write_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -8,6 +8,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class Hermes:
     openers = (OPEN,)
     markers = (OPEN, CLOSE)
+    template = Template(lambda name: f'{OPEN}\n{{"name": {write_json(name)}, "arguments": ', f"}}\n{CLOSE}", between="\n")
 
     def read(self, cursor: Cursor, tools: Tools, opener: str) -> CallReading:
         yield from cursor.space()

@@ -2,7 +2,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sglane.entrypoints.parsers.cursor import Malformed
+from sglane.entrypoints.parsers.cursor import SPACE, Malformed
 from sglane.entrypoints.parsers.tool_calls.format import parse_json
 
 ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
@@ -15,7 +15,7 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     schema = properties.get(key) if isinstance(properties, Mapping) else None
     allowed = kinds(schema)
     if allowed == {"string"}:
-        return text
+        return listed(text, schema)
     try:
         value = parse_json(text)
     except Malformed:
@@ -23,6 +23,13 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     if isinstance(value, str) and "string" not in allowed:
         return text
     return value if kind(value) & allowed or "string" not in allowed else text
+
+
+def listed(text: str, schema: Any) -> str:
+    """White space around one of the values that a schema lists is not part of it."""
+    values = schema.get("enum") if isinstance(schema, Mapping) else None
+    stripped = text.strip(SPACE)
+    return stripped if isinstance(values, list) and text not in values and stripped in values else text
 
 
 def kind(value: Any) -> set[str]:

@@ -4,7 +4,7 @@ import pytest
 from kits.parsing import Format, Parsed, assert_chunking_is_irrelevant
 from sglane.entrypoints.parsers.answer import AnswerParser
 from sglane.entrypoints.parsers.events import Reasoning, Text
-from sglane.entrypoints.parsers.reasoning import FORMATS, ReasoningParser, begins_inside, ends_inside
+from sglane.entrypoints.parsers.reasoning import FORMATS, ReasoningParser, ends_inside, opening
 from sglane.server_args import ReasoningFormat
 
 HYBRID = ["deepseek-v3", "glm45", "qwen3"]
@@ -47,7 +47,8 @@ def test_deepseek_r1_thinks_unless_the_prompt_says_no():
 
 
 def test_states():
-    assert begins_inside(FORMATS["qwen3"], "x<think>\n") and not begins_inside(FORMATS["qwen3"], "<think> x")
+    assert [opening(FORMATS["qwen3"], end) for end in ("x<think>\n", "<think> x", "x", "</think>\n\n")] == ["inside", "maybe", "maybe", ""]
+    assert [opening(FORMATS["deepseek-r1"], end) for end in ("x<think>\n", "x", "</think>\n\n")] == ["inside", "inside", ""]
     assert ends_inside("<think>so") and not ends_inside("<think>so</think>Y") and not ends_inside("so")
 
 

@@ -1,0 +1,66 @@
+"""`meta_info`: what SGLang's clients read of a generation beside its text."""
+import time
+from typing import Any
+
+from sglane.entrypoints.generation import Finish, Generation, LogprobWish, TokenLogprob
+from sglane.entrypoints.tokenizer import TextTokenizer
+
+
+class MetaInfo:
+    """Of the generations of one HTTP request."""
+
+    def __init__(self, tokenizer: TextTokenizer | None, received_s: float):
+        """received_s: time.monotonic() when the request came."""
+        self._tokenizer = tokenizer
+        self._received_s = received_s
+
+    def of(self, generation: Generation, num_reasoning_tokens: int = 0) -> dict[str, Any]:
+        """State of one generation so far."""
+        finish, counts = generation.finish, generation.counts
+        meta: dict[str, Any] = {
+            "id": generation.name,
+            "finish_reason": finish_reason(finish),
+            "prompt_tokens": generation.num_prompt_tokens,
+            "weight_version": "default",
+            "num_retractions": counts.retractions,
+            "total_retractions": counts.retractions,
+            "reasoning_tokens": num_reasoning_tokens,
+            "completion_tokens": generation.num_output_tokens,
+            "cached_tokens": counts.cached,
+            "cached_tokens_details": {"device": counts.cached_device, "host": counts.cached_host},
+        }
+        if finish is not None:
+            meta["e2e_latency"] = time.monotonic() - self._received_s
+        return meta | self._logprobs(generation) if generation.wish.output else meta
+
+    def _logprobs(self, generation: Generation) -> dict[str, Any]:
+        wish = generation.wish
+        found: dict[str, Any] = {}
+        for side, entries in (("input", generation.input_logprobs), ("output", generation.output_logprobs)):
+            found[f"{side}_token_logprobs"] = [self._entry(entry.logprob, entry.token_id, wish) for entry in entries]
+            found[f"{side}_token_logprobs_length"] = len(entries)
+            if wish.num_top:
+                found[f"{side}_top_logprobs"] = [self._top(entry, wish) for entry in entries]
+            if wish.asked_ids:
+                found[f"{side}_token_ids_logprobs"] = [self._asked(entry, wish) for entry in entries]
+        return found
+
+    def _entry(self, logprob: float | None, token_id: int, wish: LogprobWish) -> tuple[float | None, int, str | None]:
+        text = self._tokenizer.token_text(token_id) if wish.with_text and self._tokenizer is not None else None
+        return logprob, token_id, text
+
+    def _top(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
+        return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in entry.top]
+
+    def _asked(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
+        return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in zip(entry.asked, wish.asked_ids)]
+
+
+def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        return {"type": "length", "length": finish.length}
+    return {"type": "abort", "message": finish.message, "status_code": finish.status_code or None, "err_type": None}
