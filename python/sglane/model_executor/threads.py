@@ -67,6 +67,4 @@ class ForeignLoad:
     def _times(self) -> tuple[float, float]:
         """Seconds of CPU that everybody, and that this process has used on these cores."""
         every = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in self._cores]
-        busy_s = sum(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-                     for times in every)
-        return busy_s, time.process_time()
+        return sum(times.user + times.nice + times.system for times in every), time.process_time()
