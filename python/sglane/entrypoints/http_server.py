@@ -13,7 +13,7 @@ from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
 from sglane.entrypoints.load_api import LoadApi
 from sglane.entrypoints.metrics_api import MetricsApi
-from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyCheck
+from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyCheck, Trace
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
@@ -39,6 +39,8 @@ def make_app(server: ServerState) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=server.args.max_body_bytes)
     if needs_key:
         app.add_middleware(KeyCheck, api_key=server.args.api_key, admin_api_key=server.args.admin_api_key)
+    if server.tracing is not None:
+        app.add_middleware(Trace, tracing=server.tracing)
     if server.metrics is not None:
         scrape = MetricsApi(server, server.metrics).scrape
         route("GET", "/metrics", scrape, says.METRICS)

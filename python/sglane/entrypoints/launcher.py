@@ -21,7 +21,7 @@ from sglane.entrypoints.processes import Family, WorkFolder, bind_http
 from sglane.entrypoints.server_state import HIDDEN, Engine, Phase, ServerState, until_idle
 from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
 from sglane.entrypoints.warmup import WarmupFailed, warm_up
-from sglane.server_args import ServerArgs, parse_args, secrets
+from sglane.server_args import ConfigError, ServerArgs, parse_args, secrets
 from sglane.utils import logging as log
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Launcher:
         finally:
             self._http.end()
             await serving
-            await self._server.end_grammars()
+            await self._server.end_helpers()
             self._family.kill()
             self._client.close()
         return code
@@ -243,5 +243,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run())
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
     finally:
         folder.remove()

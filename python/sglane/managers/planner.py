@@ -183,7 +183,7 @@ class Planner:
         outputs = self.scheduler.take_outputs()
         if outputs:
             self._reporter.outputs_taken(outputs)
-            self._send_front(StepOutputs(outputs))
+            self._send_front(StepOutputs(outputs, self._reporter.queue_times.take_new()))
 
     def _receive(self) -> None:
         """Wait for a message or the next tick, then take all messages that are there."""
