@@ -17,6 +17,7 @@ from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyC
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
+from sglane.entrypoints.page_api import FILES, PageApi
 from sglane.entrypoints.route_docs import Declaration
 from sglane.entrypoints.server_state import ServerState
 from sglane.entrypoints.text_api import TextApi
@@ -85,6 +86,10 @@ def add_state_routes(route: AddRoute, server: ServerState) -> None:
     for method in ("GET", "POST"):
         route(method, "/flush_cache", admin.flush_cache, says.FLUSH)
     route("POST", "/abort_request", admin.abort_request, says.ABORT)
+    page = PageApi()
+    for path, (_, media) in FILES.items():
+        for method in ("GET", "HEAD"):
+            route(method, path, page.file, says.file(media))
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

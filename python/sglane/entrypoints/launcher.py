@@ -16,7 +16,7 @@ import zmq
 from sglane.configs.model_config import ModelConfig, ModelConfigError, load_model_config
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.http_server import make_app
-from sglane.entrypoints.middleware import OPEN_PATHS
+from sglane.entrypoints.middleware import QUIET_PATHS
 from sglane.entrypoints.processes import Family, WorkFolder, bind_http
 from sglane.entrypoints.server_state import HIDDEN, Engine, Phase, ServerState, until_idle
 from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
@@ -222,7 +222,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
     """Run a server until it ends. Returns the process's exit code."""
     args = parse_args(argv)
     log.setup(args.log_level, layout=args.log_format)
-    logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(OPEN_PATHS))
+    logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(QUIET_PATHS))
     logger.info("server_args=%s", args)
     try:
         listener = bind_http(args.host, args.port)

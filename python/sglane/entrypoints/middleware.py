@@ -8,14 +8,17 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglane.entrypoints.errors import ApiError, error_response
+from sglane.entrypoints.page_api import FILES
 from sglane.observability.metrics import Metrics
 from sglane.observability.requests import Caller
 
 if TYPE_CHECKING:  # loaded with --enable-trace only
     from sglane.observability.tracing import Tracing
 
-#: Open to everybody: probes and scrapers have no key.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/metrics"})
+#: Open to everybody: probes and scrapers have no key, and the page asks for one.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/metrics", *FILES})
+#: No line in the access log: asked for again and again by machines, and by the page.
+QUIET_PATHS = OPEN_PATHS | {"/v1/loads", "/get_load"}
 #: Verbs of an operator; with --admin-api-key they need that key.
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
 #: Routes whose last part is a name.
