@@ -25,7 +25,7 @@ PROMPT = [(7 * index) % 400 + 3 for index in range(40)]
 def world(request):
     """(server, collector); gRPC is what the server uses unless it is told otherwise."""
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"} | ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": request.param} if request.param != "grpc" else {})
-    env |= {"OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test"}
+    env |= {"SGLANE_HOLD": '{"rank": 0, "point": "forward", "sleep_ms": 10}', "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test"}
     with Collector(request.param) as collector, Server(*FLAGS, "--enable-trace", "--otlp-traces-endpoint", collector.address, env=env) as server:
         yield server, collector
 
@@ -115,7 +115,7 @@ def test_refused_before_it_began(world, body, path, status, word):
 
 def test_aborts_and_a_full_queue(world):
     server, collector = world
-    long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3500, "ignore_eos": True}, "stream": True}
+    long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "stream": True}
     with httpx.Client(base_url=server.url, timeout=60.0, trust_env=False) as client:
         with client.stream("POST", "/generate", json={**long, "rid": "left"}, headers=HEADERS) as first:
             next(first.iter_lines())

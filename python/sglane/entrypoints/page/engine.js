@@ -106,18 +106,22 @@ class Rates {
   }
 }
 
+/** planes: [name, layers, width, bytes per element]. */
+function kvBits(planes) {
+  return [...new Set(planes.map((plane) => 8 * plane[3]))].join(" and ");
+}
+
 function factsOf(info) {
   const state = info.internal_states[0];
-  const memory = info.memory_usage;
+  const memory = state.memory_usage;
   const sum = (values) => values.reduce((total, value) => total + value, 0);
   const role = info.disaggregation_mode === "null" ? "unified" : info.disaggregation_mode;
   const fallbacks = Object.entries(state.kv_ledger.fallbacks).filter(([, count]) => count).map(([name, count]) => `${name} ${count}`);
   return [
     ["Model", info.served_model_name],
-    ["Path", info.model_path],
     ["Version", info.version],
-    ["Type of weights and KV", info.dtype === "auto" ? "as the checkpoint" : info.dtype],
-    ["Device", info.device === "auto" ? "found at start" : info.device],
+    ["Type", `${info.dtype === "auto" ? "as stored" : info.dtype}, KV in ${kvBits(memory.planes)} bit`],
+    ["Device", [...new Set(memory.devices)].join(", ")],
     ["Role", role],
     ["Ranks (lanes)", whole.format(info.cp_size)],
     ["Context", `${whole.format(info.context_length)} tokens`],
@@ -125,8 +129,9 @@ function factsOf(info) {
     ["KV pool", `${whole.format(info.max_total_num_tokens)} tokens`],
     ["Weights", bytes(sum(memory.weight_bytes))],
     ["KV memory", bytes(sum(memory.kvcache_bytes))],
-    ["Planes", memory.planes.map((plane) => (Array.isArray(plane) ? plane[0] : plane.name)).join(", ")],
+    ["Planes", memory.planes.map(([name]) => name).join(", ")],
     ["Slower paths taken", fallbacks.join(", ") || "none"],
+    ["Path", info.model_path],
   ];
 }
 
