@@ -6,8 +6,12 @@ import pytest
 from kits.audit import assert_clean, wait_idle
 from kits.browser import browser, complaints, requested_urls, why_no_browser
 from kits.checkpoints import tiny
+from kits.fake_planner import STATE
+from kits.front import Front
+from kits.front_server import FrontServer
 from kits.server import Server
 from kits.tiny_tokenizer import save_tiny_tokenizer
+from sglane.configs.model_config import load_model_config
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
 
@@ -186,3 +190,32 @@ def test_keys_and_a_restart(flags):
         server.wait_ready()
         wait_for(page, "live")
         until(lambda: sum(pages_shown(page)["cached"]) == 0, "an empty cache")
+
+
+def test_the_host_tier_has_bars_of_its_own(monkeypatch):
+    monkeypatch.setitem(STATE["kv_ledger"], "host", {"total": [400, 400], "free": [100, 400], "cached": [290, 0], "held": [0, 0], "tickets": [10, 0]})
+    with Front(load_model_config(None, None), None) as front, browser() as page:
+        page.get(front.url)
+        wait_for(page, "live")
+        assert pages_shown(page) == {kind: STATE["kv_ledger"]["device"][kind] for kind in ("held", "cached", "tickets", "free")}
+        bars = page.find_elements("css selector", "#host-lanes .bars")
+        assert [bar.get_attribute("aria-label") for bar in bars] == [
+            "Lane 0: 0 held, 290 cached, 10 free soon, 100 free; 400 pages", "Lane 1: 0 held, 0 cached, 0 free soon, 400 free; 400 pages"]
+        assert by_id(page, "host-title").is_displayed() and by_id(page, "waiting").text == "2"
+        assert by_id(page, "hit-rate").text == "25%" and "tail_copy_skipped 2" in by_id(page, "facts").text
+
+
+def test_a_server_that_starts_says_so():
+    server = FrontServer("--model-path", str(tiny("llama")), "--skip-tokenizer-init", "--skip-server-warmup", env={"FRONT_SERVER_SLOW": "8"})
+    with browser() as page:
+        server.start()
+        try:
+            until(server.health, "an answer")
+            page.get(server.url)
+            wait_for(page, "starting")
+            assert by_id(page, "notice").text == "the server is starting"
+            wait_for(page, "live")
+            send(page, "hello")
+            assert "tokenizer" in wait_done(page, 1).find_element("class name", "error").text
+        finally:
+            server.stop()

@@ -118,12 +118,14 @@ def test_aborts_and_a_full_queue(world):
     long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}, "stream": True}
     with httpx.Client(base_url=server.url, timeout=60.0, trust_env=False) as client:
         with client.stream("POST", "/generate", json={**long, "rid": "left"}, headers=HEADERS) as first:
-            next(first.iter_lines())
+            lines = first.iter_lines()  # to be kept: without it the connection would be closed
+            next(lines)
             second = threading.Thread(target=ask, args=(server, {**long, "rid": "aborted"}))
             second.start()
             until(lambda: server.get("/v1/loads").json()["loads"][0]["num_waiting_reqs"])
             server.post("/abort_request", {"rid": "aborted"})
             second.join(30.0)
+            del lines
     (left,), (aborted,) = spans_with(collector, "left"), spans_with(collector, "aborted")
     assert (left.status, aborted.status) == (ERROR, ERROR) and "gone" in left.message and "abort" in aborted.message
     assert "decode" in collector.children(left) and list(collector.children(aborted)) == ["tokenize", "queue"]

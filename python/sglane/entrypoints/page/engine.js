@@ -194,6 +194,7 @@ export class Engine {
     say("model", info.served_model_name);
     document.title = `${info.served_model_name} – sglane`;
     byId("metrics-link").hidden = !info.enable_metrics;
+    for (const link of document.querySelectorAll("a[data-open]")) link.hidden = info.api_key !== null; // a link cannot carry a key
     this.hasInfo = true;
   }
 

@@ -23,7 +23,7 @@ function showState(state, message) {
   if (notice.textContent !== text) notice.textContent = text;
   if (state === "locked") byId("key-button").hidden = false;
   if (state === "live" && dialog.open && isLocked) dialog.close();
-  if (state === "locked" && (!isLocked || dialog.open)) askForKey();
+  if (state === "locked" && !isLocked) askForKey();
   isLocked = state === "locked";
 }
 
