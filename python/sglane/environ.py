@@ -16,6 +16,8 @@ SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
 SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))
 #: Folder for what is converted once and used again, such as the tokenizer of a GGUF file; default: ~/.cache/sglane.
 SGLANE_CACHE_DIR = os.environ.get("SGLANE_CACHE_DIR") or os.path.expanduser("~/.cache/sglane")
+#: How spans travel with --enable-trace, as OpenTelemetry's SDK names it: grpc or http/protobuf. (The SDK reads its other variables itself.)
+OTEL_TRACES_PROTOCOL = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
 
 #: What the name of a variable that sets a flag begins with.
 FLAG_PREFIX = "SGLANE_ARG_"

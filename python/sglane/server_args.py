@@ -60,6 +60,8 @@ class ServerArgs:
     admin_api_key: str | None = arg(None, "flush_cache and abort_request need this key", "HTTP server", secret=True)
     max_body_bytes: int = arg(64 << 20, "largest request body; a larger one is a 413", "HTTP server")
     enable_metrics: bool = arg(False, "serve /metrics for Prometheus", "HTTP server")
+    enable_trace: bool = arg(False, "send a span of every request to an OpenTelemetry collector; needs the extra `trace`", "HTTP server")
+    otlp_traces_endpoint: str | None = arg(None, "collector as host:port or URL; default: OTEL_EXPORTER_OTLP_*, then localhost", "HTTP server")
     enable_cache_report: bool = arg(False, "report cached_tokens in OpenAI usage", "HTTP server")
     tool_call_parser: ToolCallFormat | None = arg(None, "how the model writes tool calls; default: requests with tools are refused", "HTTP server")
     reasoning_parser: ReasoningFormat | None = arg(None, "how the model writes its thoughts; default: they stay in the text", "HTTP server")
@@ -106,6 +108,8 @@ class ServerArgs:
         for name in ("api_key", "admin_api_key"):
             if getattr(self, name) is not None and not getattr(self, name).strip():
                 raise ConfigError(f"{flag_of(name)} must not be empty")
+        if self.otlp_traces_endpoint is not None and not self.enable_trace:
+            raise ConfigError("--otlp-traces-endpoint needs --enable-trace")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}")
         if self.cp_size > 1 and not self.enable_cp_shared_kv:

@@ -48,7 +48,7 @@ STATE: dict[str, Any] = {
         "slots": {"total": 8, "free": 7}, "leases": 1, "requests": 1, "fallbacks": {"tail_copy_skipped": 2},
     },
     "last_gen_throughput": 0.0,
-    "memory_usage": {"weight_bytes": [10, 10], "kvcache_bytes": [5, 5], "token_capacity": 4096, "planes": []},
+    "memory_usage": {"devices": ["cpu", "cpu"], "weight_bytes": [10, 10], "kvcache_bytes": [5, 5], "token_capacity": 4096, "planes": []},
     "effective_max_running_requests_per_dp": 8,
     "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1,
                "num_retractions": 3},

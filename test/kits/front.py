@@ -63,7 +63,7 @@ class Front:
         server = QuietServer(uvicorn.Config(make_app(self.state), log_level="error", lifespan="off", ws="none", timeout_graceful_shutdown=2))
         self._started.set_result((asyncio.get_running_loop(), server))
         await server.serve(sockets=[self._listener])
-        await self.state.end_grammars()
+        await self.state.end_helpers()
         client.close()
         context.term()
 

@@ -11,7 +11,7 @@ import zmq
 
 from sglane.entrypoints.errors import ApiError, ClientGone, bad_field
 from sglane.entrypoints.generation import Generation
-from sglane.observability.requests import RequestTracker
+from sglane.observability.requests import Caller, RequestTracker
 from sglane.plan.io_struct import (
     AbortRequest,
     Endpoints,
@@ -57,8 +57,9 @@ class Claim:
 class Job:
     """All generations of one HTTP request. Its owner waits here for news; `close` ends whatever still runs."""
 
-    def __init__(self, client: "EngineClient", names: list[str], is_probe: bool):
+    def __init__(self, client: "EngineClient", names: list[str], is_probe: bool, caller: Caller | None):
         self.is_probe = is_probe
+        self.caller = caller
         self._client = client
         self._changed: dict[int, Generation] = {}
         self._event = asyncio.Event()
@@ -144,6 +145,7 @@ class EngineClient:
         for message in self._receiver.drain():
             self.last_sign_s = time.monotonic()
             if isinstance(message, StepOutputs):
+                self._tracker.admitted(message.queue_s)
                 for output in message.outputs:
                     self._on_output(output)
                 self._wake_output_waiters()
@@ -185,8 +187,11 @@ class EngineClient:
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
-    def open_job(self, names: list[str], *, is_probe: bool = False) -> Job:
-        """Claim the rids of one HTTP request; a rid that is active is a 400. A probe is neither counted nor logged."""
+    def open_job(self, names: list[str], caller: Caller | None = None, *, is_probe: bool = False) -> Job:
+        """Claim the rids of one HTTP request; a rid that is active is a 400. A probe is neither counted nor logged.
+
+        caller: `caller_of` the HTTP request.
+        """
         claims = {name: Claim(name) for name in names}
         taken = self._claims.keys() & claims
         if taken:
@@ -194,7 +199,7 @@ class EngineClient:
         if len(claims) < len(names):
             raise bad_field("rid", "must be different for every prompt of a batch")
         self._claims.update(claims)
-        job = Job(self, names, is_probe)
+        job = Job(self, names, is_probe, caller)
         self._jobs.add(job)
         return job
 
@@ -208,7 +213,7 @@ class EngineClient:
             claim.add(rid)
             self._running[rid] = (generation, job)
             if not job.is_probe:
-                self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s)
+                self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s, job.caller)
         for generation in generations:
             if self._claims[generation.name].aborted:
                 generation.fail(ABORTED, 0)

@@ -13,10 +13,11 @@ from sglane.entrypoints.admin_api import AdminApi
 from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGone, error_response
 from sglane.entrypoints.load_api import LoadApi
 from sglane.entrypoints.metrics_api import MetricsApi
-from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyCheck
+from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyCheck, Trace
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
+from sglane.entrypoints.page_api import FILES, PageApi
 from sglane.entrypoints.route_docs import Declaration
 from sglane.entrypoints.server_state import ServerState
 from sglane.entrypoints.text_api import TextApi
@@ -39,6 +40,8 @@ def make_app(server: ServerState) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=server.args.max_body_bytes)
     if needs_key:
         app.add_middleware(KeyCheck, api_key=server.args.api_key, admin_api_key=server.args.admin_api_key)
+    if server.tracing is not None:
+        app.add_middleware(Trace, tracing=server.tracing)
     if server.metrics is not None:
         scrape = MetricsApi(server, server.metrics).scrape
         route("GET", "/metrics", scrape, says.METRICS)
@@ -83,6 +86,10 @@ def add_state_routes(route: AddRoute, server: ServerState) -> None:
     for method in ("GET", "POST"):
         route(method, "/flush_cache", admin.flush_cache, says.FLUSH)
     route("POST", "/abort_request", admin.abort_request, says.ABORT)
+    page = PageApi()
+    for path, (_, media) in FILES.items():
+        for method in ("GET", "HEAD"):
+            route(method, path, page.file, says.file(media))
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -16,13 +16,13 @@ import zmq
 from sglane.configs.model_config import ModelConfig, ModelConfigError, load_model_config
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.http_server import make_app
-from sglane.entrypoints.middleware import OPEN_PATHS
+from sglane.entrypoints.middleware import QUIET_PATHS
 from sglane.entrypoints.parsers.markers import markers_of
 from sglane.entrypoints.processes import Family, WorkFolder, bind_http
 from sglane.entrypoints.server_state import HIDDEN, Engine, Phase, ServerState, until_idle
 from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
 from sglane.entrypoints.warmup import WarmupFailed, warm_up
-from sglane.server_args import ServerArgs, parse_args, secrets
+from sglane.server_args import ConfigError, ServerArgs, parse_args, secrets
 from sglane.utils import logging as log
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Launcher:
         finally:
             self._http.end()
             await serving
-            await self._server.end_grammars()
+            await self._server.end_helpers()
             self._family.kill()
             self._client.close()
         return code
@@ -224,7 +224,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
     """Run a server until it ends. Returns the process's exit code."""
     args = parse_args(argv)
     log.setup(args.log_level, layout=args.log_format)
-    logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(OPEN_PATHS))
+    logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(QUIET_PATHS))
     logger.info("server_args=%s", args)
     try:
         listener = bind_http(args.host, args.port)
@@ -245,5 +245,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run())
+    except ConfigError as error:
+        logger.error("%s", error)
+        return 1
     finally:
         folder.remove()

@@ -14,7 +14,7 @@ from sglane.entrypoints.server_state import ServerState
 #: Seconds that the planner gets to answer.
 PATIENCE_S = 20.0
 #: Sections of an answer; `core` is always there. Of the others, those that have no figures here are empty.
-SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues")
+SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "totals")
 NO_SECTION = "must be a list of " + ", ".join(SECTIONS) + " or all"
 
 
@@ -81,9 +81,12 @@ def load_of(state: Mapping[str, Any], sections: frozenset[str]) -> dict[str, Any
         "utilization": state["num_running_reqs"] / num_slots,
     }
     if "memory" in sections:
-        load["memory"] = {**state["memory_usage"], "lanes": state["kv_ledger"]["device"]}
+        ledger = state["kv_ledger"]
+        load["memory"] = {**state["memory_usage"], "page_size": ledger["page_size"], "lanes": ledger["device"], "host_lanes": ledger["host"]}
     if "queues" in sections:
         load["queues"] = {"waiting": state["num_waiting_reqs"], "retracted": totals["num_retractions"]}
+    if "totals" in sections:  # since the start; prompt tokens are those that were computed
+        load["totals"] = {name.removeprefix("num_"): count for name, count in totals.items()}
     for name in ("spec", "lora", "disagg"):
         if name in sections:
             load[name] = None

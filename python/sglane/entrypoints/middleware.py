@@ -1,18 +1,32 @@
 """What stands in front of the routes: keys, the size limit of bodies, the count of HTTP requests. Plain ASGI, so that streams pass untouched."""
 import hmac
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+import orjson
+from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglane.entrypoints.errors import ApiError, error_response
+from sglane.entrypoints.page_api import FILES
 from sglane.observability.metrics import Metrics
+from sglane.observability.requests import Caller
 
-#: Open to everybody: probes and scrapers have no key.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/metrics"})
+if TYPE_CHECKING:  # loaded with --enable-trace only
+    from sglane.observability.tracing import Tracing
+
+#: Open to everybody: probes and scrapers have no key, and the page asks for one.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/metrics", *FILES})
+#: No line in the access log: asked for again and again by machines, and by the page.
+QUIET_PATHS = OPEN_PATHS | {"/v1/loads", "/get_load"}
 #: Verbs of an operator; with --admin-api-key they need that key.
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
 #: Routes whose last part is a name.
 MODEL_PREFIX = "/v1/models/"
+#: Work for the model: what traces are made of.
+TRACED_PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+#: Where an ASGI scope keeps its `Caller`.
+CALLER = "sglane.caller"
 
 
 class KeyCheck:
@@ -109,3 +123,45 @@ class HttpCount:
 
 def known_method(method: str) -> str:
     return method if method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS") else "other"
+
+
+class Trace:
+    """Remembers the caller of each request to the model, and reports those that were refused before a generation began."""
+
+    def __init__(self, app: ASGIApp, tracing: "Tracing"):
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in TRACED_PATHS:
+            await self._app(scope, receive, send)
+            return
+        caller = scope[CALLER] = Caller({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
+        status = 0
+
+        async def watching_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400 and not caller.has_generations:
+                self._tracing.refused(caller, scope["path"], status, message_of(message.get("body") or b""))
+                caller.begin()
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watching_send)
+        except Exception as error:
+            if not caller.has_generations:
+                self._tracing.refused(caller, scope["path"], 500, type(error).__name__)
+            raise
+
+
+def message_of(body: bytes) -> str:
+    """What an error body says."""
+    return str(orjson.loads(body)["message"]) if body else ""
+
+
+def caller_of(request: Request) -> Caller | None:
+    """None without --enable-trace."""
+    caller: Caller | None = request.scope.get(CALLER)
+    return caller

@@ -14,6 +14,7 @@ from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
 from sglane.entrypoints.meta_info import MetaInfo
+from sglane.entrypoints.middleware import caller_of
 from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import NATIVE, ModelFacts, Sampling, parse_sampling
@@ -57,7 +58,7 @@ class NativeApi:
             if engine.tokenizer is None and (sampling.text.stops or sampling.text.stop_patterns or wish.with_text):
                 need_tokenizer(None, text_field(sampling))
         stream = fields.flag("stream")
-        job = engine.client.open_job(rids_of(fields, len(inputs.values), inputs.is_batch))
+        job = engine.client.open_job(rids_of(fields, len(inputs.values), inputs.is_batch), caller_of(request))
         try:
             await self._submit(engine, job, fields, inputs, (samplings, wishes), stream)
         except BaseException:

@@ -122,10 +122,15 @@ MODEL = Declaration(JSON, parameters=(Parameter("model", STRING, "name of a mode
 LOADS = Declaration(
     JSON_OR_TEXT,
     parameters=(
-        Parameter("include", STRING, "core, memory, spec, lora, disagg, queues or all, separated by commas"),
+        Parameter("include", STRING, "core, memory, spec, lora, disagg, queues, totals or all, separated by commas"),
         Parameter("format", {"enum": ["json", "prometheus"]}, "json, or gauges in Prometheus' text format"),
         Parameter("dp_rank", {"const": 0}, "there is one data-parallel rank"),
     ),
     statuses=(400, 503),
 )
 METRICS = Declaration(TEXT, statuses=())
+
+
+def file(media: str) -> Declaration:
+    """A file of the page."""
+    return Declaration(((media, STRING),), statuses=())

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sglane import environ
 from sglane.configs.model_config import ModelConfig
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.errors import ApiError, bad_field
@@ -19,7 +20,10 @@ from sglane.observability.metrics import Metrics
 from sglane.observability.request_log import RequestLog
 from sglane.observability.requests import RequestSink, RequestTracker
 from sglane.plan.io_struct import PlannerReady
-from sglane.server_args import ServerArgs, secrets
+from sglane.server_args import ConfigError, ServerArgs, secrets
+
+if TYPE_CHECKING:  # loaded with --enable-trace only
+    from sglane.observability.tracing import Tracing
 
 #: Stands for a secret.
 HIDDEN = "***"
@@ -111,6 +115,9 @@ class ServerState:
         sinks: list[RequestSink] = [] if self.metrics is None else [self.metrics.requests]
         if args.log_requests:
             sinks.append(RequestLog(args.log_requests_level))
+        self.tracing = make_tracing(args, self.model_name) if args.enable_trace else None
+        if self.tracing is not None:
+            sinks.append(self.tracing)
         self.tracker = RequestTracker(sinks)
         self._engine: Engine | None = None
         self._why = ""
@@ -137,8 +144,10 @@ class ServerState:
         self._fire("stop")
         self._why = why
 
-    async def end_grammars(self) -> None:
-        """The grammar worker ends with the server."""
+    async def end_helpers(self) -> None:
+        """What ends with the server: the grammar worker, the sender of traces."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.end)
         if self._engine is not None and self._engine.grammars is not None:
             await self._engine.grammars.close()
 
@@ -184,6 +193,19 @@ class ServerState:
     @property
     def tokenizer_path(self) -> str:
         return self.args.tokenizer_path or self.config.source.path
+
+
+def make_tracing(args: ServerArgs, model_name: str) -> "Tracing":
+    """Raises ConfigError when a package is missing, or for a protocol that there is not."""
+    try:
+        from sglane.observability.tracing import Tracing, make_exporter
+
+        exporter = make_exporter(environ.OTEL_TRACES_PROTOCOL, args.otlp_traces_endpoint)
+    except ImportError as error:
+        raise ConfigError(f"--enable-trace needs the extra `trace` (pip install 'sglane[trace]'): {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--enable-trace: {error}") from error
+    return Tracing(exporter, model_name)
 
 
 async def until_idle(client: EngineClient, deadline_s: float) -> bool:

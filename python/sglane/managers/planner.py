@@ -137,6 +137,7 @@ class Planner:
         self.scheduler = Scheduler(ledger, self._layout, limits, args.cp_size)
         self._reporter = Reporter(self.scheduler, args.decode_log_interval)
         self._memory = {
+            "devices": [rank.device_name for rank in ready],
             "weight_bytes": [rank.weight_bytes for rank in ready],
             "kvcache_bytes": [rank.num_bytes_per_page * self.sizes.num_rows for rank in ready],
             "token_capacity": ledger.num_tokens_total,
@@ -183,7 +184,7 @@ class Planner:
         outputs = self.scheduler.take_outputs()
         if outputs:
             self._reporter.outputs_taken(outputs)
-            self._send_front(StepOutputs(outputs))
+            self._send_front(StepOutputs(outputs, self._reporter.queue_times.take_new()))
 
     def _receive(self) -> None:
         """Wait for a message or the next tick, then take all messages that are there."""

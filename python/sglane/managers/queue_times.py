@@ -10,6 +10,7 @@ class QueueTimes:
 
     def __init__(self) -> None:
         self._arrived_s: dict[str, float] = {}  # by rid, of requests that were never admitted
+        self._new: dict[str, float] = {}
         self._counts = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
 
@@ -19,8 +20,14 @@ class QueueTimes:
     def admitted(self, rid: str, now_s: float) -> None:
         arrived_s = self._arrived_s.pop(rid, None)
         if arrived_s is not None:
-            self._counts[bisect_left(BOUNDS_S, now_s - arrived_s)] += 1
-            self._sum_s += now_s - arrived_s
+            self._new[rid] = waited_s = now_s - arrived_s
+            self._counts[bisect_left(BOUNDS_S, waited_s)] += 1
+            self._sum_s += waited_s
+
+    def take_new(self) -> dict[str, float]:
+        """rid -> seconds, of the first admissions since the last call."""
+        new, self._new = self._new, {}
+        return new
 
     def ended(self, rid: str) -> None:
         """It may have been refused or aborted while it waited."""

@@ -1,10 +1,24 @@
 """What the front sees of each request, as it happens: one record per generation, handed to the sinks (metrics, request log)."""
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sglane.plan.io_struct import GenerateRequest, RequestOutput
+
+
+class Caller:
+    """The HTTP request behind generations, as far as traces need it."""
+
+    def __init__(self, headers: Mapping[str, str]):
+        """headers: names in lower case."""
+        self.headers = headers
+        self.received_s = time.monotonic()
+        self.has_generations = False
+
+    def begin(self) -> None:
+        """A generation was made of it."""
+        self.has_generations = True
 
 
 @dataclass(slots=True)
@@ -15,6 +29,9 @@ class Record:
     name: str  # the client's rid
     streams: bool
     received_s: float
+    submitted_s: float
+    caller: Caller | None  # None without --enable-trace
+    queue_s: float | None = None  # arrival at the planner to the first admission; None: not admitted yet
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_output_tokens: int = 0
@@ -62,12 +79,19 @@ class RequestTracker:
     def num_records(self) -> int:
         return len(self._records)
 
-    def started(self, request: GenerateRequest, name: str, streams: bool, received_s: float) -> None:
+    def started(self, request: GenerateRequest, name: str, streams: bool, received_s: float, caller: Caller | None = None) -> None:
         if not self._sinks:
             return
-        record = self._records[request.rid] = Record(request, name, streams, received_s)
+        record = self._records[request.rid] = Record(request, name, streams, received_s, time.monotonic(), caller)
         for sink in self._sinks:
             sink.started(record)
+
+    def admitted(self, queue_s: Mapping[str, float]) -> None:
+        """What the planner says of first admissions: rid -> seconds in the queue."""
+        for rid, waited_s in queue_s.items():
+            record = self._records.get(rid)
+            if record is not None:
+                record.queue_s = waited_s
 
     def output(self, output: RequestOutput, num_kept: int) -> None:
         """A step's output. num_kept: output tokens that the answer has now (a stop string may have cut some)."""

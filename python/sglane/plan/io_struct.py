@@ -133,6 +133,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     """Everything a step has for the front, one message a step."""
 
     outputs: list[RequestOutput]
+    queue_s: dict[str, float] = {}  # rid -> seconds in the queue, of requests first admitted since the last message
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):

@@ -3,10 +3,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from kits.structure.source import REPO, engine_sources
+from sglane.entrypoints import page_api
 
 SHELL = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/lint", ".ci/run"]
 EXECUTABLE = ["scripts/quickstart", "scripts/test", "scripts/lint", "scripts/size", "scripts/gen-docs", ".ci/run"]
@@ -35,3 +37,9 @@ def test_the_pinned_torch_is_the_one_that_runs():
 
     pinned = re.search(r'"torch==([\d.]+)\.\*"', (REPO / "pyproject.toml").read_text())
     assert pinned and torch.__version__.startswith(pinned[1] + ".")
+
+
+def test_every_file_of_the_page_is_served_and_packed():
+    settings = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert settings == {"sglane.entrypoints": ["page/*"]}
+    assert sorted(path.name for path in page_api.FOLDER.iterdir()) == sorted(name for name, _ in page_api.FILES.values())

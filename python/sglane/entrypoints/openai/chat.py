@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from sglane.entrypoints.body import read_object
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import LogprobWish
+from sglane.entrypoints.middleware import caller_of
 from sglane.entrypoints.openai.chat_writer import ChatWriter, Reading
 from sglane.entrypoints.openai.common import REFUSED, Head, Options
 from sglane.entrypoints.openai.messages import read_messages
@@ -49,7 +50,7 @@ class ChatApi:
         wish, turn, arguments = read_wish(fields), read_turn(fields), read_template_arguments(fields)
         options = Options.read(fields, self._server.args.enable_cache_report)
         head = Head.make("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", fields, self._server.model_name)
-        job = engine.client.open_job(rids_of(fields, 1, is_batch=False))
+        job = engine.client.open_job(rids_of(fields, 1, is_batch=False), caller_of(request))
         try:
             ids = await tokenizer.encode_chat(messages, *turn, {**arguments, "tools": parsing.tools.declared}) if given is None else given
             opening = parsing.opening(tokenizer.decode(ids[-NUM_END_TOKENS:]), messages, continue_final_message=turn[1])

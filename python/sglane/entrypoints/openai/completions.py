@@ -12,6 +12,7 @@ from sglane.entrypoints.engine_client import Job
 from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
 from sglane.entrypoints.meta_info import MetaInfo
+from sglane.entrypoints.middleware import caller_of
 from sglane.entrypoints.openai.common import REFUSED, Head, Ids, Options, closing, completion_logprobs, ending, extension, usage
 from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
@@ -40,7 +41,7 @@ class CompletionsApi:
         wish = read_wish(fields, echo)
         options = Options.read(fields, self._server.args.enable_cache_report)
         head = Head.make("cmpl", "text_completion", fields, self._server.model_name)
-        job = engine.client.open_job(rids_of(fields, len(values), is_batch))
+        job = engine.client.open_job(rids_of(fields, len(values), is_batch), caller_of(request))
         try:
             await engine.check_grammars([sampling])
             prompts, texts = [], {}

@@ -2,6 +2,7 @@
 import pytest
 
 from kits.front import Front
+from sglane.entrypoints.page_api import FILES
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 #: (method, path, route, body): what is sent, and the route that should be declared.
@@ -20,7 +21,7 @@ CALLS = [
     ("POST", "/v1/detokenize", "/v1/detokenize", {"tokens": [-1]}),
     *(("GET", path, path, None) for path in (
         "/ping", "/health", "/v1/health", "/ready", "/health_generate", "/model_info", "/get_model_info", "/server_info", "/get_server_info",
-        "/v1/models", "/v1/loads", "/get_load", "/flush_cache", "/metrics")),
+        "/v1/models", "/v1/loads", "/get_load", "/flush_cache", "/metrics", *FILES)),
     ("GET", "/v1/models/none", "/v1/models/{model}", None),
     ("GET", "/v1/loads?include=all&format=prometheus", "/v1/loads", None),
     ("GET", "/v1/loads?format=xml", "/v1/loads", None),

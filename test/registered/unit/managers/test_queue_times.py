@@ -7,6 +7,7 @@ def test_buckets_and_sum():
     for index, wait_s in enumerate([0.0, 0.0005, 0.02, 1e6]):
         times.arrived(str(index), 100.0)
         times.admitted(str(index), 100.0 + wait_s)
+    assert list(times.take_new()) == ["0", "1", "2", "3"] and times.take_new() == {}
     report = times.report()
     assert report["bounds_s"] == list(BOUNDS_S)
     assert len(report["counts"]) == len(BOUNDS_S) + 1 and sum(report["counts"]) == 4
