@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from sglane.entrypoints.errors import bad_field
-from sglane.entrypoints.grammar_fields import check_depth, check_schema, sized
+from sglane.entrypoints.grammar_fields import MAX_DEPTH, check_schema, sized
 from sglane.entrypoints.parsers import reasoning, tool_calls
 from sglane.entrypoints.parsers.answer import AnswerParser
 from sglane.entrypoints.parsers.markers import markers_of
@@ -17,7 +17,7 @@ from sglane.entrypoints.parsers.tool_calls.format import Format
 from sglane.entrypoints.parsers.tool_calls.parser import ToolCallParser
 from sglane.entrypoints.sampling import NeededGrammar
 from sglane.entrypoints.tokenizer import TextTokenizer
-from sglane.entrypoints.validation import Fields, kind_of
+from sglane.entrypoints.validation import Fields, check_depth, kind_of
 from sglane.plan.io_struct import Grammar
 from sglane.server_args import ServerArgs
 
@@ -172,7 +172,7 @@ def needed_grammar(form: Format, tools: Sequence[Tool], choice: Choice, *, only_
         shape = text_and_calls(form, functions, only_one=only_one)
     else:
         return None
-    check_depth("tools", shape)
+    check_depth("tools", shape, MAX_DEPTH)
     grammar = sized("tools", Grammar("structural_tag", orjson.dumps({"type": "structural_tag", "format": shape}).decode()))
     return NeededGrammar(grammar, "tool_choice" if choice.must_call else "tools", "tools", is_exclusive=choice.must_call)
 

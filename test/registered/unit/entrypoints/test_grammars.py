@@ -127,10 +127,10 @@ def test_the_start_of_the_worker_is_no_queue(vocabulary, monkeypatch):
     monkeypatch.setattr(grammar_checker, "QUEUE_LIMIT_S", 1.0)
     start, starts = Worker.start, []
 
-    async def slow_start(path):
+    async def slow_start(backend, path):
         starts.append(path)
         await asyncio.sleep(2.0)
-        return await start(path)
+        return await start(backend, path)
 
     monkeypatch.setattr(Worker, "start", slow_start)
 
