@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from clients.bench import SERVER_FLAGS, SHORT_CONTEXT, Bench, ClientFailed
+from clients.bench import SERVER_FLAGS, Bench, ClientFailed
 from clients.catalog import CLIENTS, Client
 from clients.environments import Environments, InstallFailed
 from kits.server import Server, ServerFailed
@@ -46,18 +46,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers and clients end with us
     with contextlib.ExitStack() as servers:
+        if args.base_url is None:
+            print("== starting a server", file=sys.stderr, flush=True)
         url = args.base_url or servers.enter_context(Server(*SERVER_FLAGS, start_timeout_s=START_TIMEOUT_S)).url
         url = url.rstrip("/").removesuffix("/v1")
         model, tokenizer = model_of(url), Path(args.tokenizer).resolve() if args.tokenizer else tokenizer_folder(url, cache)
 
         @functools.cache
-        def second_url() -> str:
-            return servers.enter_context(Server(*SERVER_FLAGS, *SHORT_CONTEXT, start_timeout_s=START_TIMEOUT_S)).url
+        def another_url(context_length: int) -> str:
+            return servers.enter_context(Server(*SERVER_FLAGS, "--context-length", str(context_length), start_timeout_s=START_TIMEOUT_S)).url
 
         def bench_of(client: Client) -> Bench:
             folder = work / client.name
             folder.mkdir(parents=True)
-            return Bench(url, model, tokenizer, environments.of(client.environment, client.packages), folder, second_url, args.base_url is None)
+            return Bench(url, model, tokenizer, environments.of(client.environment, client.packages), folder, another_url, args.base_url is None)
 
         for client in chosen:
             print(f"== {client.name} {client.version}", file=sys.stderr, flush=True)

@@ -25,8 +25,8 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "*",
     "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1",
 }
-#: Of the second server.
-SHORT_CONTEXT = ("--context-length", "640")
+#: Tokens of a context that holds a few tools and a call.
+SHORT_CONTEXT = 640
 NUM_LINES_SHOWN = 40
 STEP_TIMEOUT_S = 900.0
 
@@ -50,13 +50,13 @@ class Bench:
     tokenizer: Path
     environment: Environment
     folder: Path
-    second_url: Callable[[], str]  # of another server of the same model, with a short context; started when first asked for
+    another_url: Callable[[int], str]  # of another server of the same model, by its context length in tokens; started when first asked for
     has_own_server: bool  # the server under test was started here
     num_commands: int = 0
 
-    def short_url(self) -> str:
+    def short_url(self, context_length: int) -> str:
         """A server for clients that set no limit: its short context bounds what a request can cost. With --base-url: that one."""
-        return self.second_url() if self.has_own_server else self.url
+        return self.another_url(context_length) if self.has_own_server else self.url
 
     def run(self, *command: object, env: Mapping[str, str | None] | None = None, timeout_s: float = STEP_TIMEOUT_S,
             may_fail: bool = False) -> str:

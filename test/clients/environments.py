@@ -64,7 +64,7 @@ class Environments:
         for group, *options in ((packages.alone, "--no-deps"), (packages.pinned,)):
             if group:
                 torch = [SHARED[0]] if shared is not None and not options else []
-                run([str(environment.python), "-m", "pip", "install", "--quiet", *options, *torch, *group])
+                run([str(environment.python), "-m", "pip", "install", "--quiet", "--no-compile", *options, *torch, *group])
         if packages.unwanted:
             run([str(environment.python), "-m", "pip", "uninstall", "--quiet", "--yes", *packages.unwanted])
         stamp.write_text(want)

@@ -6,7 +6,7 @@ that the model did not make or an answer that it did not give.
 """
 import re
 
-from clients.bench import Bench, check
+from clients.bench import SHORT_CONTEXT, Bench, check
 from clients.client import Client
 from clients.environments import Packages
 
@@ -18,8 +18,9 @@ OF_THE_MODEL = (
 
 
 def run(bench: Bench) -> str:
-    bench.run(bench.environment.program("canitoolcall"), "probe", "--base-url", f"{bench.short_url()}/v1", "--model", bench.model, "--timeout", 300,
-              "--concurrency", 6, "--json", "probe.json", may_fail=True)
+    url = f"{bench.short_url(SHORT_CONTEXT)}/v1"
+    bench.run(bench.environment.program("canitoolcall"), "probe", "--base-url", url, "--model", bench.model, "--timeout", 300, "--concurrency", 6,
+              "--json", "probe.json", may_fail=True)
     outcomes = bench.read_json("probe.json")["outcomes"]
     check(len(outcomes) == 27, f"{len(outcomes)} outcomes")
     faults = [f"{outcome['scenario_id']} {outcome['check']} stream={outcome['stream']}: {outcome['status']} {outcome['detail']}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import httpx
 
-from clients.bench import Bench, check, tail
+from clients.bench import SHORT_CONTEXT, Bench, check, tail
 from clients.client import Client
 from clients.environments import Packages
 from clients.runs.counted import count_of
@@ -14,7 +14,7 @@ READY_TIMEOUT_S = 60.0
 
 
 def run(bench: Bench) -> str:
-    port, workers = free_port(), (bench.url, bench.second_url())
+    port, workers = free_port(), (bench.url, bench.another_url(SHORT_CONTEXT))
     url = f"http://127.0.0.1:{port}"
     command = (
         bench.environment.python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", port, "--prometheus-host", "127.0.0.1",
