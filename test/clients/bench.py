@@ -18,7 +18,7 @@ MODEL_NAME = "smollm2"
 #: Tools need a chat template that shows them; the model's own does not. The rest are reports that clients ask for.
 SERVER_FLAGS = (
     "--served-model-name", MODEL_NAME, "--enable-metrics", "--enable-cache-report", "--chat-template", str(DATA / "tools.jinja"),
-    "--tool-call-parser", "qwen3",
+    "--tool-call-parser", "qwen3", "--max-total-tokens", "32768",
 )
 #: Nothing here may look for a hub, a price list or a proxy.
 OFFLINE = {

@@ -17,6 +17,7 @@ RANDOM = (
 SHARED_PREFIX = (
     "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", 2, "--gsp-prompts-per-group", 4, "--gsp-system-prompt-len", 192,
     "--gsp-question-len", 16, "--gsp-output-len", OUTPUT_TOKENS, "--gsp-range-ratio", 1.0, "--max-concurrency", 2,
+    "--flush-cache", "--cache-report",
 )
 
 
@@ -24,16 +25,13 @@ def run(bench: Bench) -> str:
     cached = 0
     for backend in ("sglang", "sglang-oai", "sglang-oai-chat"):
         measure(bench, backend, "random", RANDOM)
-        report = measure(bench, backend, "prefix", (*SHARED_PREFIX, "--flush-cache", "--cache-report"))
-        check(report["total_cached_tokens"] > 0, f"{backend}: no cached tokens were reported: {report['total_cached_tokens']}")
-        cached += report["total_cached_tokens"]
-    turns = measure(bench, "sglang-oai-chat", "turns", (*SHARED_PREFIX, "--gsp-num-turns", 2, "--flush-cache", "--cache-report"), num_asked=16)
-    check(turns["total_cached_tokens"] > 0, "several turns: no cached tokens were reported")
+        cached += measure(bench, backend, "prefix", SHARED_PREFIX)
+    cached += measure(bench, "sglang-oai-chat", "turns", (*SHARED_PREFIX, "--gsp-num-turns", 2), num_asked=2 * NUM_PROMPTS)
     return f"3 backends, random and shared prefixes with flush and cache report, two turns: all completed, {cached} cached tokens"
 
 
-def measure(bench: Bench, backend: str, kind: str, options: tuple[object, ...], num_asked: int = NUM_PROMPTS) -> dict:
-    """One run; returns the line that the benchmark wrote."""
+def measure(bench: Bench, backend: str, kind: str, options: tuple[object, ...], num_asked: int = NUM_PROMPTS) -> int:
+    """One run; returns the cached tokens of its cache report, if it was to make one."""
     name = f"{backend}-{kind}.jsonl"
     bench.python("sglang_bench.py", "--backend", backend, "--base-url", bench.url, "--model", bench.model, "--tokenizer", bench.tokenizer,
                  "--output-file", name, "--output-details", "--disable-tqdm", "--seed", 1, *options)
@@ -42,7 +40,11 @@ def measure(bench: Bench, backend: str, kind: str, options: tuple[object, ...], 
     check(not any(report["errors"]), f"{name}: {report['errors']}")
     check(all(report["generated_texts"]), f"{name}: empty texts: {report['generated_texts']}")
     check(report["total_output_tokens"] == num_asked * OUTPUT_TOKENS, f"{name}: {report['total_output_tokens']} output tokens")
-    return report
+    if "--cache-report" not in options:
+        return 0
+    cached = report["cache_report"]["total_cached_tokens"]
+    check(cached > 0, f"{name}: no cached tokens: {report['cache_report']}")
+    return int(cached)
 
 
 SGLANG_BENCH = Client("sglang-bench", "0.5.23", "bench_serving: sglang, sglang-oai, sglang-oai-chat; shared prefixes, turns, cache report",
