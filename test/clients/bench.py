@@ -26,7 +26,7 @@ OFFLINE = {
     "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1",
 }
 #: Tokens of a context that holds a few tools and a call.
-SHORT_CONTEXT = 640
+SHORT_CONTEXT = 512
 NUM_LINES_SHOWN = 40
 STEP_TIMEOUT_S = 900.0
 

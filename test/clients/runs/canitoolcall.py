@@ -10,6 +10,8 @@ from clients.bench import SHORT_CONTEXT, Bench, check
 from clients.client import Client
 from clients.environments import Packages
 
+#: Two requests in three go on to the end of the context.
+TIMEOUT_S = 900
 #: Parts of the probe's verdicts that speak of the model's decisions alone.
 OF_THE_MODEL = (
     r"expected at least \d+ tool call\(s\) .*", r"expected calls .* in order, got .*", r"expected no tool call, got .*",
@@ -21,8 +23,8 @@ REFUSED = ("forced-tool-choice", r"HTTP 400 .*tool_choice can only be 'auto' or 
 
 def run(bench: Bench) -> str:
     url = f"{bench.short_url(SHORT_CONTEXT)}/v1"
-    bench.run(bench.environment.program("canitoolcall"), "probe", "--base-url", url, "--model", bench.model, "--timeout", 300, "--concurrency", 6,
-              "--json", "probe.json", may_fail=True)
+    bench.run(bench.environment.program("canitoolcall"), "probe", "--base-url", url, "--model", bench.model, "--timeout", TIMEOUT_S,
+              "--concurrency", 6, "--json", "probe.json", may_fail=True)
     outcomes = bench.read_json("probe.json")["outcomes"]
     check(len(outcomes) == 27, f"{len(outcomes)} outcomes")
     refused = {outcome["scenario_id"] for outcome in outcomes if is_refused(outcome)}
