@@ -16,8 +16,8 @@ def run(bench: Bench) -> str:
     schema = f"{bench.short_url(CONTEXT_LENGTH)}/openapi.json"
     output = bench.run(
         bench.environment.program("schemathesis"), "run", schema, "--checks", "all", "--exclude-checks", NOT_FOR_US,
-        "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", NUM_EXAMPLES, "--seed", 1, "--request-timeout", 120, "--max-response-time", 120,
-        "--suppress-health-check", "all", "--report", "junit", "--report-dir", "report", "--no-color",
+        "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", NUM_EXAMPLES, "--seed", 1, "--request-timeout", 120,
+        "--max-response-time", 120, "--suppress-health-check", "all", "--report", "junit", "--report-dir", "report", "--no-color",
     )
     found = re.search(r"(\d+) generated", output)
     check(found and int(found[1]) > 100, f"too few cases: {output[-1000:]}")
