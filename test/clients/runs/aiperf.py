@@ -22,6 +22,8 @@ def profile(bench: Bench, kind: str) -> None:
     report = bench.read_json(f"{kind}/profile_export_aiperf.json")
     count, errors = report["request_count"]["avg"], (report.get("error_request_count") or {"avg": 0})["avg"]
     check(count == NUM_REQUESTS and errors == 0, f"{kind}: {count} requests, {errors} errors")
+    scraped = bench.folder / kind / "server_metrics_export.json"
+    check(scraped.is_file() and "sglang:generation_tokens" in scraped.read_text(), f"{kind}: the server's metrics were not taken")
     check(report["output_sequence_length"]["avg"] > 0, f"{kind}: no output: {report['output_sequence_length']}")
 
 
