@@ -33,7 +33,8 @@ def run(bench: Bench) -> str:
     check(not faults, "\n".join(faults))
     passed = [outcome for outcome in outcomes if outcome["status"] == "pass"]
     alike = [outcome for outcome in passed if outcome["check"] == "stream_equals_nonstream"]
-    return f"9 scenarios, whole and streamed: {len(passed)} of 27 pass, {len(alike)} of 9 pairs alike, the rest are the model's decisions"
+    rest = "the rest are the model's decisions" + (f"; refused: {', '.join(refused)}" if refused else "")
+    return f"9 scenarios, whole and streamed: {len(passed)} of 27 pass, {len(alike)} of 9 pairs alike, {rest}"
 
 
 def is_refused(outcome: dict) -> bool:
