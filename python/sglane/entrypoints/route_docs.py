@@ -12,6 +12,8 @@ OBJECT: Schema = {"type": "object"}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 PROMPT_TEXT: Schema = {"type": "string", "minLength": 1}
 PROMPT_IDS: Schema = {**IDS, "minItems": 1}
+PROMPT_TEXTS: Schema = {"anyOf": [PROMPT_TEXT, {"type": "array", "items": PROMPT_TEXT, "minItems": 1}]}
+PROMPT_ID_LISTS: Schema = {"anyOf": [PROMPT_IDS, {"type": "array", "items": PROMPT_IDS, "minItems": 1}]}
 PROMPTS: Schema = {"anyOf": [
     PROMPT_TEXT, PROMPT_IDS, {"type": "array", "items": PROMPT_TEXT, "minItems": 1}, {"type": "array", "items": PROMPT_IDS, "minItems": 1},
 ]}
@@ -55,11 +57,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declaration:
-    """One route. content: media type -> schema of a 200. body: fields of the JSON body, None: it has none."""
+    """One route. content: media type -> schema of a 200. body: fields of the JSON body, None: it has none. one_of: exactly one of these."""
 
     content: Content = ()
     body: Mapping[str, Schema] | None = None
     required: Sequence[str] = ()
+    one_of: Sequence[str] = ()
     is_body_optional: bool = False
     parameters: Sequence[Parameter] = ()
     statuses: Sequence[int] = (503,)  # beside 200
@@ -78,6 +81,8 @@ class Declaration:
             operation["parameters"] = [parameter.declaration() for parameter in self.parameters]
         if self.body is not None:
             schema = {"type": "object", "properties": dict(self.body), "required": list(self.required), "additionalProperties": True}
+            if self.one_of:
+                schema["oneOf"] = [{"required": [name]} for name in self.one_of]
             operation["requestBody"] = {"required": not self.is_body_optional, "content": {"application/json": {"schema": schema}}}
         return operation
 
@@ -100,8 +105,9 @@ POST_STATUSES = (400, 413, 415, 503)
 PROBE = Declaration()
 QUESTION = Declaration(JSON)
 GENERATE = Declaration(
-    JSON_OR_EVENTS, {"text": TEXTS, "input_ids": ID_LISTS, "sampling_params": OBJECT, "stream": BOOLEAN, "return_logprob": BOOLEAN},
-    statuses=POST_STATUSES,
+    JSON_OR_EVENTS,
+    {"text": PROMPT_TEXTS, "input_ids": PROMPT_ID_LISTS, "sampling_params": OBJECT, "stream": BOOLEAN, "return_logprob": BOOLEAN},
+    one_of=("text", "input_ids"), statuses=POST_STATUSES,
 )
 EXTRAS: dict[str, Schema] = dict.fromkeys(("return_token_ids", "return_prompt_token_ids", "return_meta_info"), BOOLEAN)
 COMPLETIONS = Declaration(JSON_OR_EVENTS, {"model": STRING, "prompt": PROMPTS, **SAMPLING, **EXTRAS}, ("prompt",), statuses=POST_STATUSES)

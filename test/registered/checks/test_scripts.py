@@ -10,8 +10,8 @@ import pytest
 from kits.structure.source import REPO, engine_sources
 from sglane.entrypoints import page_api
 
-SHELL = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/lint", ".ci/run"]
-EXECUTABLE = ["scripts/quickstart", "scripts/test", "scripts/lint", "scripts/size", "scripts/gen-docs", ".ci/run"]
+SHELL = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/lint", "scripts/clients", ".ci/run"]
+EXECUTABLE = ["scripts/quickstart", "scripts/test", "scripts/lint", "scripts/size", "scripts/gen-docs", "scripts/clients", ".ci/run"]
 
 
 @pytest.mark.parametrize("path", SHELL)

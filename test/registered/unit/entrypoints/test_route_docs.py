@@ -1,4 +1,5 @@
 """/openapi.json declares every route, and every status and content type that the routes really answer with."""
+import jsonschema
 import pytest
 
 from kits.front import Front
@@ -66,6 +67,26 @@ def test_other_content_types_are_declared(closed, paths):
     for route in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         response = closed.http.post(route, content=b"{}", headers=headers)
         assert response.status_code == 415 and "415" in paths[route]["post"]["responses"]
+
+
+@pytest.mark.parametrize("body", [{}, {"text": ""}, {"text": []}, {"input_ids": []}, {"text": "hi", "input_ids": [504]}])
+def test_what_generate_refuses_is_not_declared(front, body):
+    validator = jsonschema_of(front, "/generate")
+    assert front.http.post("/generate", json=body).status_code == 400
+    assert not validator.is_valid(body)
+
+
+@pytest.mark.parametrize("body", [{"text": "hi"}, {"text": ["hi", "ho"]}, {"input_ids": [504]}, {"input_ids": [[504], [505]]}])
+def test_what_generate_takes_is_declared(front, body):
+    body = {**body, "sampling_params": {"max_new_tokens": 2}}
+    assert front.http.post("/generate", json=body).status_code == 200
+    assert jsonschema_of(front, "/generate").is_valid(body)
+
+
+def jsonschema_of(front, route):
+    """A validator of the declared body."""
+    operation = front.http.get("/openapi.json").json()["paths"][route]["post"]
+    return jsonschema.Draft202012Validator(operation["requestBody"]["content"]["application/json"]["schema"])
 
 
 def test_without_keys_there_is_no_401(front):
