@@ -5,6 +5,9 @@ from torch import Tensor
 
 from sglane.layers.weights import WeightSource
 
+#: Rows from which a float32 copy of bfloat16 rows no longer stays in the cache.
+MANY_ROWS = 64
+
 
 class RMSNorm:
     """w * x / sqrt(mean(x^2) + eps); the result has the type of x."""
@@ -18,7 +21,15 @@ class RMSNorm:
         return RMSNorm(weights.tensor(f"{name}.weight", (size,)), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.dim() == 2 and len(x) > MANY_ROWS:
+            return _scaled_rows(x, self._eps).mul_(self._weight)
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+def _scaled_rows(x: Tensor, eps: float) -> Tensor:
+    """x [n, size] / sqrt(mean(x^2) + eps) in one pass without a float32 copy: a batch norm whose channels are the rows, with mean 0."""
+    mean_square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_().mul_(1 / x.shape[1])  # [n]
+    return torch.batch_norm(x.unsqueeze(0), None, None, torch.zeros_like(mean_square), mean_square, False, 0.0, eps, False).squeeze(0)
 
 
 class LayerNorm:

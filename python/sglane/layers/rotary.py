@@ -8,6 +8,10 @@ from torch import Tensor
 from sglane.configs.sizes import RopeConfig
 
 
+#: Tokens that are rotated at once, so that their float32 copies stay in a cache.
+TILE_ROWS = 512
+
+
 class Angles(NamedTuple):
     """Cosine and sine of every token's angles, float32; shared by all layers of a step."""
 
@@ -70,6 +74,16 @@ def rotate_pairs(x: Tensor, angles: Angles) -> Tensor:
 
 def rotate_halves(x: Tensor, angles: Angles) -> Tensor:
     """Half-split layout, (x0, x[dim/2]), (x1, x[dim/2 + 1]), ...; x [n, H, dim] or [n, dim]."""
+    if len(x) <= TILE_ROWS:
+        return _rotate_halves(x, angles)
+    out = torch.empty_like(x)
+    for begin in range(0, len(x), TILE_ROWS):
+        rows = slice(begin, begin + TILE_ROWS)
+        out[rows] = _rotate_halves(x[rows], Angles(*(part[rows] for part in angles)))
+    return out
+
+
+def _rotate_halves(x: Tensor, angles: Angles) -> Tensor:
     half = x.shape[-1] // 2
     sin, cos = (angles.sin, angles.whole_cos) if x.dim() == 2 else (angles.sin.unsqueeze(1), angles.whole_cos.unsqueeze(1))
     wide = x.float()

@@ -6,8 +6,8 @@ import torch
 
 from kits import oracle
 from sglane.configs.sizes import RopeConfig
-from sglane.layers.norm import LayerNorm, RMSNorm
-from sglane.layers.rotary import Rotary, frequencies, rotate_halves, rotate_pairs
+from sglane.layers.norm import MANY_ROWS, LayerNorm, RMSNorm
+from sglane.layers.rotary import TILE_ROWS, Rotary, frequencies, rotate_halves, rotate_pairs
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,17 @@ def test_norms_compute_in_float32():
     expected = torch.nn.functional.rms_norm(x.double(), (64,), weight.double(), 1e-6)
     found = RMSNorm(weight, 1e-6)(x)
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected.bfloat16())
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_many_bfloat16_rows_are_rounded_twice_at_most(scale):
+    """Once normed, once weighted, as transformers does."""
+    x, weight = torch.randn(MANY_ROWS + 1, 64).bfloat16() * scale, torch.randn(64).bfloat16()
+    normed = torch.nn.functional.rms_norm(x.double(), (64,), None, 1e-6).bfloat16()
+    found = RMSNorm(weight, 1e-6)(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), (normed * weight).double(), rtol=2 ** -7, atol=0)
+    assert (found == normed * weight).float().mean() > 0.99  # else a rounding the other way
 
 
 def test_layer_norm_eps_is_the_indexers():
@@ -86,3 +97,12 @@ def test_factors_divide_and_amplitude_multiplies():
     assert torch.equal(frequencies(RopeConfig(100.0, "factors", factors=(1.0, 8.0)), 4), plain / torch.tensor([1.0, 8.0]))
     one, two = (Rotary(RopeConfig(100.0, amplitude=a), 4, CPU).angles(torch.tensor([3])) for a in (1.0, 2.0))
     assert torch.equal(two.cos, 2 * one.cos) and torch.equal(two.sin, 2 * one.sin)
+
+
+def test_tiles_of_tokens_are_rotated_alike():
+    x = torch.randn(2 * TILE_ROWS + 3, 2, 8)
+    angles = Rotary(RopeConfig(theta=100.0), 8, CPU).angles(torch.arange(len(x)))
+    whole = rotate_halves(x, angles)
+    for begin in (0, TILE_ROWS - 1, TILE_ROWS, len(x) - 1):
+        one = rotate_halves(x[begin:begin + 1], type(angles)(*(part[begin:begin + 1] for part in angles)))
+        assert torch.equal(whole[begin:begin + 1], one)
