@@ -41,8 +41,9 @@ class Holds:
 class StepHooks:
     """LayerHooks of one rank: reports progress (step, layer) at most once a second."""
 
-    def __init__(self, report: Callable[[int, int], None], holds: Holds):
+    def __init__(self, report: Callable[[int, int], None], holds: Holds, between_layers: Callable[[], None]):
         self._report = report
+        self._between_layers = between_layers
         self._holds = holds
         self._step = 0
         self._last_report = time.monotonic()
@@ -55,6 +56,7 @@ class StepHooks:
     def layer_end(self, layer: int) -> None:
         if layer == 0:
             self._holds.at("forward")
+        self._between_layers()
         now = time.monotonic()
         if now - self._last_report >= PROGRESS_INTERVAL_S:
             self._last_report = now

@@ -43,12 +43,12 @@ class Executor:
         self._args = args
         self.groups = groups or local_groups()
         self._device = device or torch.device("cpu")
-        self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank))
+        self._threads = ThreadPolicy(args.cp_size, model.weight_bytes)
+        self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank), self._threads.adapt)
         self._tap = tap
         self._dtype = resolve_dtype(args, config)
         self._specs = plane_specs(config.kv_planes(), self._dtype)
         self._poison = environ.SGLANE_POISON
-        self._threads = ThreadPolicy(args.cp_size, model.weight_bytes)
         self._step = 0  # last plan carried out
         self._grammars: Grammars | None = None
 

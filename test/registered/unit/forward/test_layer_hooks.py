@@ -11,7 +11,7 @@ def test_progress_is_reported_at_most_once_an_interval(monkeypatch: pytest.Monke
     now = [100.0]
     monkeypatch.setattr(layer_hooks.time, "monotonic", lambda: now[0])
     seen: list[tuple[int, int]] = []
-    hooks = StepHooks(lambda step, layer: seen.append((step, layer)), Holds(0))
+    hooks = StepHooks(lambda step, layer: seen.append((step, layer)), Holds(0), lambda: None)
     hooks.begin(7)
     for layer in range(50):
         now[0] += 0.1

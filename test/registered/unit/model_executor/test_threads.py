@@ -66,8 +66,21 @@ def test_load_is_of_the_last_window(monkeypatch):
     assert load.free_cores() == 2  # not a window yet
     machine.run(LOAD_WINDOW_S / 2, 1.0, 1.0)
     assert load.free_cores() == 1
-    machine.run(10.0, 0.0, 0.0)
+    machine.run(LOAD_WINDOW_S, 1.0, 0.0)
     assert load.free_cores() == 2
+
+
+def test_who_was_busy_before_does_not_matter(monkeypatch):
+    """A client that worked until it asked, for instance."""
+    machine = Machine(monkeypatch)
+    load = ForeignLoad({0, 1}, lambda: machine.now)
+    machine.run(10.0, 0.0, 2.0)
+    load.begin()
+    assert load.free_cores() == 2
+    for _ in range(3):  # steps without a pause are one piece of work
+        machine.run(LOAD_WINDOW_S / 3, 1.0, 1.0)
+        load.begin()
+    assert load.free_cores() == 1
 
 
 def test_own_work_is_no_load():
@@ -87,3 +100,13 @@ def test_large_steps_leave_busy_cores_alone(counts, monkeypatch, free, expected)
     monkeypatch.setattr(ForeignLoad, "free_cores", lambda self: free)
     ThreadPolicy(2, SMALL_MODEL_BYTES).for_step(1)
     assert counts == [4, expected]
+
+
+def test_long_steps_adapt_between_layers(counts, monkeypatch):
+    free = iter([4, 1, 3])
+    monkeypatch.setattr(ForeignLoad, "free_cores", lambda self: next(free))
+    policy = ThreadPolicy(2, SMALL_MODEL_BYTES)
+    policy.for_step(1000)
+    policy.adapt()
+    policy.adapt()
+    assert counts == [4, 4, 1, 3]
