@@ -186,6 +186,7 @@ class Launcher:
     async def _drain(self) -> int:
         """Refuse new requests, let running ones finish, stop the children. Returns the exit code."""
         self._server.drain()
+        self._client.end_pause()
         deadline_s = time.monotonic() + self._args.shutdown_timeout_s
         logger.info("draining: %d requests have up to %g s to finish", self._client.num_jobs, self._args.shutdown_timeout_s)
         idle = asyncio.create_task(until_idle(self._client, deadline_s))

@@ -72,8 +72,18 @@ class RequestTracker:
     """Keeps the records; without sinks it does nothing."""
 
     def __init__(self, sinks: Sequence[RequestSink] = ()):
-        self._sinks = sinks
+        self._sinks = list(sinks)
         self._records: dict[str, Record] = {}  # by the planner's rid
+
+    def add(self, sink: RequestSink) -> None:
+        """It hears of what starts from now on, and at least of the end of what runs and has a record. Idempotent."""
+        if sink not in self._sinks:
+            self._sinks.append(sink)
+
+    def remove(self, sink: RequestSink) -> None:
+        """Idempotent."""
+        if sink in self._sinks:
+            self._sinks.remove(sink)
 
     @property
     def num_records(self) -> int:
