@@ -56,7 +56,9 @@ STATE: dict[str, Any] = {
     "effective_max_running_requests_per_dp": 8,
     "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1,
                "num_retractions": 3},
+    "evictions": {"num_tokens": 640, "times": {"bounds_s": [0.001, 0.01], "counts": [2, 1, 0], "sum_s": 0.006}},
     "queue_times": {"bounds_s": [0.01, 0.1], "counts": [3, 1, 1], "sum_s": 2.5},
+    "num_paused_reqs": 0, "num_retracted_reqs": 1,
     "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 512, "max_total_num_tokens": 4096,
     "token_usage": 0.125, "new_token_ratio": 0.5,
 }

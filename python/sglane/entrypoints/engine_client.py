@@ -220,7 +220,9 @@ class EngineClient:
             claim.add(rid)
             self._running[rid] = (generation, job)
             if not job.is_probe:
-                self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s, job.caller)
+                record = self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s, job.caller)
+                if record is not None and self._tracker.shows_times:
+                    generation.show_times(record)
         for generation in generations:
             if self._claims[generation.name].aborted:
                 generation.fail(ABORTED, 0)

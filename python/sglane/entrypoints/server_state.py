@@ -119,7 +119,7 @@ class ServerState:
         self.tracing = make_tracing(args, self.model_name) if args.enable_trace else None
         if self.tracing is not None:
             sinks.append(self.tracing)
-        self.tracker = RequestTracker(sinks)
+        self.tracker = RequestTracker(sinks, shows_times=args.enable_metrics)
         self._engine: Engine | None = None
         self._why = ""
 

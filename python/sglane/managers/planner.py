@@ -306,6 +306,7 @@ class Planner:
             "effective_max_running_requests_per_dp": self.sizes.num_slots,
             "totals": asdict(self.scheduler.totals),
             "queue_times": self._reporter.queue_times.report(),
+            "evictions": self.scheduler.ledger.evictions(),
             **self.scheduler.load(),
             **self.scheduler.set_aside(),
         }
