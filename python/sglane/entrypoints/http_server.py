@@ -22,6 +22,7 @@ from sglane.entrypoints.page_api import FILES, PageApi
 from sglane.entrypoints.route_docs import Declaration
 from sglane.entrypoints.server_state import ServerState
 from sglane.entrypoints.text_api import TextApi
+from sglane.entrypoints.unread_body import UnreadBody
 
 #: (method, path, handler, what /openapi.json says)
 AddRoute = Callable[[str, str, Any, Declaration], None]
@@ -49,6 +50,7 @@ def make_app(server: ServerState) -> FastAPI:
         route("HEAD", "/metrics", scrape, says.METRICS)
         endpoints = frozenset(item.path for item in app.routes if isinstance(item, Route))
         app.add_middleware(HttpCount, metrics=server.metrics, endpoints=endpoints)
+    app.add_middleware(UnreadBody, max_bytes=server.args.max_body_bytes)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)
