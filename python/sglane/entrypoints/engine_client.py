@@ -308,6 +308,10 @@ class EngineClient:
         """Returns when every rank has written its recording."""
         return await self._ask(StopProfile(self._new_question()), patience_s)
 
+    def warm_grammars(self) -> None:
+        """Have the ranks load the library and the vocabulary beside their steps; nobody waits for the answer."""
+        self._sender.send(PrepareGrammar(0, Grammar("regex", "a")))
+
     def set_log_level(self, level: str) -> None:
         """Of the other processes."""
         self._sender.send(SetLogLevel(level))

@@ -138,6 +138,8 @@ class Launcher:
             finally:
                 warming.cancel()
         self._server.warmed_up()
+        if engine.grammars is not None:
+            self._client.warm_grammars()
         logger.info("Uvicorn running on http://%s:%d", self._args.host, self._listener.getsockname()[1])
         logger.info("The server is fired up and ready to roll!")
 

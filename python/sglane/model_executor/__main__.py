@@ -13,6 +13,7 @@ import zmq
 from sglane.configs.model_config import load_model_config
 from sglane.distributed.groups import close_groups, init_groups
 from sglane.model_executor.executor import Executor, resolve_dtype
+from sglane.model_executor.grammar import LazyGrammars
 from sglane.model_executor.grammar_tickets import GrammarTickets
 from sglane.model_executor.loader import load_model
 from sglane.model_executor.memory import available_bytes
@@ -57,8 +58,6 @@ def grammars_of(spec: ProcessSpec, context: zmq.Context, executor: Executor, sta
     """Structured output, if this server offers it; its thread ends with `stack`."""
     if not spec.server_args.offers_grammars():
         return None
-    from sglane.model_executor.grammar import LazyGrammars  # most of a second to import: only where it can be of use
-
     grammars = LazyGrammars(spec.server_args.grammar_backend, spec.endpoints.vocabulary)
     executor.use_grammars(grammars)
     return stack.enter_context(GrammarTickets(grammars, context, spec.endpoints.from_executors, spec.rank))

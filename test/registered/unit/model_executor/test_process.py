@@ -119,6 +119,11 @@ def test_an_injected_failure_is_reported(tmp_path: Path) -> None:
         assert process.wait(30) != 0
 
 
+def test_the_start_does_not_wait_for_the_grammar_library() -> None:
+    program = "import sys, sglane.model_executor.__main__; assert 'torch' in sys.modules and not {'xgrammar', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 def test_steps_are_recorded(tmp_path: Path) -> None:
     prompt = list(range(3, 40))
     with started(tmp_path, 2, page_size=16) as (ranks, _processes):
