@@ -14,6 +14,7 @@ import zmq
 
 from sglane.plan.io_struct import (
     AbortRequest,
+    ContinueGeneration,
     Endpoints,
     Fatal,
     FinishReason,
@@ -23,12 +24,15 @@ from sglane.plan.io_struct import (
     GetState,
     Heartbeat,
     LogprobChunk,
+    PauseGeneration,
     PlannerReady,
     PrepareGrammar,
     Reply,
     RequestOutput,
     Shutdown,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     ToPlanner,
 )
 from sglane.utils.ipc import Receiver, Sender
@@ -52,7 +56,9 @@ STATE: dict[str, Any] = {
     "effective_max_running_requests_per_dp": 8,
     "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1,
                "num_retractions": 3},
+    "evictions": {"num_tokens": 640, "times": {"bounds_s": [0.001, 0.01], "counts": [2, 1, 0], "sum_s": 0.006}},
     "queue_times": {"bounds_s": [0.01, 0.1], "counts": [3, 1, 1], "sum_s": 2.5},
+    "num_paused_reqs": 0, "num_retracted_reqs": 1,
     "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 512, "max_total_num_tokens": 4096,
     "token_usage": 0.125, "new_token_ratio": 0.5,
 }
@@ -73,6 +79,7 @@ class Behaviour:
     step_s: float = 0.0
     is_silent: bool = False
     is_busy: bool = False  # flushes are refused
+    is_profiling: bool = False
     is_deaf: bool = False  # questions about its state are not answered
     max_request_tokens: int = 512
     context_length: int = 1024
@@ -155,6 +162,13 @@ class FakePlanner:
             send(Reply(message.request_id, not busy, {"message": "not idle: 1 requests run, 0 wait"} if busy else {}))
         elif isinstance(message, GetState) and not self.behaviour.is_deaf:
             send(Reply(message.request_id, True, {**STATE, "num_running_reqs": len(self._running)}))
+        elif isinstance(message, PauseGeneration | ContinueGeneration):
+            (self.hold if isinstance(message, PauseGeneration) else self.go_on)()
+            send(Reply(message.request_id, True, {}))
+        elif isinstance(message, StartProfile | StopProfile):
+            is_wrong = self.behaviour.is_profiling == isinstance(message, StartProfile)
+            self.behaviour.is_profiling = isinstance(message, StartProfile)
+            send(Reply(message.request_id, not is_wrong, {"message": "a recording is or is not under way"} if is_wrong else {}))
         elif isinstance(message, PrepareGrammar):
             send(Reply(message.request_id, True, {}))
         elif isinstance(message, Shutdown):

@@ -49,6 +49,8 @@ class AdminApi:
         """200 as soon as the engine has produced anything for anybody; asks for one token to make sure that there is something to do."""
         self._server.check_health()
         engine = self._server.engine()
+        if engine.client.is_paused:
+            return Response(status_code=200)  # on purpose it produces nothing; its loop turns
         job = engine.client.open_job([f"HEALTH_CHECK_{uuid.uuid4().hex}"], is_probe=True)
         sampling = Sampling(SamplingParams(max_new_tokens=1, temperature=0.0), TextParams(), 1, 1, 0)
         prompt = Prompt(job.names[0], np.zeros(1, np.int32), sampling, LogprobWish(), "health", PROBE_PRIORITY, "input_ids")

@@ -14,6 +14,7 @@ from sglane.entrypoints.generation import Generation
 from sglane.observability.requests import Caller, RequestTracker
 from sglane.plan.io_struct import (
     AbortRequest,
+    ContinueGeneration,
     Endpoints,
     Fatal,
     FinishRequest,
@@ -22,18 +23,23 @@ from sglane.plan.io_struct import (
     GetState,
     Grammar,
     Heartbeat,
+    PauseGeneration,
     PlannerReady,
     PrepareGrammar,
     Reply,
     RequestOutput,
+    SetLogLevel,
     Shutdown,
+    StartProfile,
     StepOutputs,
+    StopProfile,
 )
 from sglane.utils.ipc import Receiver, Sender
 
 logger = logging.getLogger(__name__)
 
 ABORTED = "aborted by request"
+Question = FlushCache | GetState | PrepareGrammar | PauseGeneration | ContinueGeneration | StartProfile | StopProfile
 
 
 class Claim:
@@ -133,6 +139,7 @@ class EngineClient:
         self._output_waiters: list[asyncio.Future[None]] = []
         self.ready: asyncio.Future[PlannerReady] = self._loop.create_future()
         self.fatal: asyncio.Future[str] = self._loop.create_future()  # why the planner says that it ends
+        self.is_paused = False
         self.last_sign_s = time.monotonic()
         self.load = Heartbeat(0, 0)
         self._descriptor = self._receiver.socket.getsockopt(zmq.FD)
@@ -213,7 +220,9 @@ class EngineClient:
             claim.add(rid)
             self._running[rid] = (generation, job)
             if not job.is_probe:
-                self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s, job.caller)
+                record = self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s, job.caller)
+                if record is not None and self._tracker.shows_times:
+                    generation.show_times(record)
         for generation in generations:
             if self._claims[generation.name].aborted:
                 generation.fail(ABORTED, 0)
@@ -276,12 +285,43 @@ class EngineClient:
         """Returns when every rank has compiled it. Raises a 503 when that takes too long."""
         await self._ask(PrepareGrammar(self._new_question(), grammar), patience_s)
 
+    async def pause(self, mode: str, patience_s: float) -> None:
+        """See PauseGeneration; returns when no step is under way. Raises a 503 when that takes too long."""
+        self.is_paused = True
+        if mode == "abort":
+            for claim in self._claims.values():
+                claim.abort()
+        await self._ask(PauseGeneration(self._new_question(), mode), patience_s)
+
+    async def resume(self, patience_s: float) -> None:
+        self.is_paused = False
+        await self._ask(ContinueGeneration(self._new_question()), patience_s)
+
+    async def start_profile(self, folder: str, name: str, num_steps: int | None, activities: list[str], with_stack: bool, record_shapes: bool,
+                            patience_s: float) -> Reply:
+        """See StartProfile. The reply has every rank's error."""
+        question = StartProfile(request_id=self._new_question(), folder=folder, name=name, num_steps=num_steps, activities=activities,
+                                with_stack=with_stack, record_shapes=record_shapes)
+        return await self._ask(question, patience_s)
+
+    async def stop_profile(self, patience_s: float) -> Reply:
+        """Returns when every rank has written its recording."""
+        return await self._ask(StopProfile(self._new_question()), patience_s)
+
+    def warm_grammars(self) -> None:
+        """Have the ranks load the library and the vocabulary beside their steps; nobody waits for the answer."""
+        self._sender.send(PrepareGrammar(0, Grammar("regex", "a")))
+
+    def set_log_level(self, level: str) -> None:
+        """Of the other processes."""
+        self._sender.send(SetLogLevel(level))
+
     def _new_question(self) -> int:
         self._next_id += 1
         self._replies[self._next_id] = self._loop.create_future()
         return self._next_id
 
-    async def _ask(self, question: FlushCache | GetState | PrepareGrammar, timeout_s: float) -> Reply:
+    async def _ask(self, question: Question, timeout_s: float) -> Reply:
         future = self._replies[question.request_id]
         self._sender.send(question)
         try:
@@ -308,6 +348,11 @@ class EngineClient:
     def shutdown(self, drain_s: float) -> None:
         """Ask the planner to end after its running requests."""
         self._sender.send(Shutdown(drain_s))
+
+    def end_pause(self) -> None:
+        """Requests under way may finish; nobody waits for the answer."""
+        self.is_paused = False
+        self._sender.send(ContinueGeneration(0))
 
     def fail_all(self, message: str) -> None:
         """The engine is gone: everybody who waits gets an answer now."""

@@ -8,6 +8,7 @@ import numpy as np
 from sglane.entrypoints.detokenizer import Detokenizer
 from sglane.entrypoints.sampling import TextParams
 from sglane.entrypoints.stop_matcher import PatternTooSlow, make_matcher
+from sglane.observability.requests import Record
 from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
 
 
@@ -70,6 +71,7 @@ class Generation:
         self.counts = Counts()
         self.finish: Finish | None = None
         self.drop_output = False
+        self.times: Record | None = None  # None: the answer does not tell them
         self._detokenizer = detokenizer
         self._stops = make_matcher(text_params.stops, text_params.stop_patterns, text_params.keep_stop)
 
@@ -79,6 +81,10 @@ class Generation:
 
     def prompt_ids(self) -> list[int]:
         return np.frombuffer(self.request.input_ids, np.int32).tolist()
+
+    def show_times(self, record: Record) -> None:
+        """The answer tells when what happened."""
+        self.times = record
 
     def without_output(self) -> None:
         """Only the prompt is of interest (max_new_tokens 0): the one token that the engine samples is dropped."""

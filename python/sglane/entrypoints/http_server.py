@@ -17,10 +17,12 @@ from sglane.entrypoints.middleware import OPEN_PATHS, BodyLimit, HttpCount, KeyC
 from sglane.entrypoints.native_api import NativeApi
 from sglane.entrypoints.openai.chat import ChatApi
 from sglane.entrypoints.openai.completions import CompletionsApi
+from sglane.entrypoints.operator_api import OperatorApi
 from sglane.entrypoints.page_api import FILES, PageApi
 from sglane.entrypoints.route_docs import Declaration
 from sglane.entrypoints.server_state import ServerState
 from sglane.entrypoints.text_api import TextApi
+from sglane.entrypoints.unread_body import UnreadBody
 
 #: (method, path, handler, what /openapi.json says)
 AddRoute = Callable[[str, str, Any, Declaration], None]
@@ -48,6 +50,7 @@ def make_app(server: ServerState) -> FastAPI:
         route("HEAD", "/metrics", scrape, says.METRICS)
         endpoints = frozenset(item.path for item in app.routes if isinstance(item, Route))
         app.add_middleware(HttpCount, metrics=server.metrics, endpoints=endpoints)
+    app.add_middleware(UnreadBody, max_bytes=server.args.max_body_bytes)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -86,6 +89,13 @@ def add_state_routes(route: AddRoute, server: ServerState) -> None:
     for method in ("GET", "POST"):
         route(method, "/flush_cache", admin.flush_cache, says.FLUSH)
     route("POST", "/abort_request", admin.abort_request, says.ABORT)
+    operator = OperatorApi(server)
+    route("POST", "/pause_generation", operator.pause_generation, says.PAUSE)
+    route("POST", "/continue_generation", operator.continue_generation, says.CONTINUE)
+    route("POST", "/configure_logging", operator.configure_logging, says.CONFIGURE_LOGGING)
+    for method in ("GET", "POST"):
+        route(method, "/start_profile", operator.start_profile, says.START_PROFILE[method])
+        route(method, "/stop_profile", operator.stop_profile, says.STOP_PROFILE)
     page = PageApi()
     for path, (_, media) in FILES.items():
         for method in ("GET", "HEAD"):

@@ -138,6 +138,8 @@ class Launcher:
             finally:
                 warming.cancel()
         self._server.warmed_up()
+        if engine.grammars is not None:
+            self._client.warm_grammars()
         logger.info("Uvicorn running on http://%s:%d", self._args.host, self._listener.getsockname()[1])
         logger.info("The server is fired up and ready to roll!")
 
@@ -186,6 +188,7 @@ class Launcher:
     async def _drain(self) -> int:
         """Refuse new requests, let running ones finish, stop the children. Returns the exit code."""
         self._server.drain()
+        self._client.end_pause()
         deadline_s = time.monotonic() + self._args.shutdown_timeout_s
         logger.info("draining: %d requests have up to %g s to finish", self._client.num_jobs, self._args.shutdown_timeout_s)
         idle = asyncio.create_task(until_idle(self._client, deadline_s))

@@ -4,6 +4,7 @@ from typing import Any
 
 from sglane.entrypoints.generation import Finish, Generation, LogprobWish, TokenLogprob
 from sglane.entrypoints.tokenizer import TextTokenizer
+from sglane.observability.requests import Record
 
 
 class MetaInfo:
@@ -31,6 +32,8 @@ class MetaInfo:
         }
         if finish is not None:
             meta["e2e_latency"] = time.monotonic() - self._received_s
+            if generation.times is not None:
+                meta |= times_of(generation.times, time.monotonic(), time.time())
         return meta | self._logprobs(generation) if generation.wish.output else meta
 
     def _logprobs(self, generation: Generation) -> dict[str, Any]:
@@ -54,6 +57,28 @@ class MetaInfo:
 
     def _asked(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
         return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in zip(entry.asked, wish.asked_ids)]
+
+
+def times_of(record: Record, now_s: float, now_ts: float) -> dict[str, float]:
+    """Of a generation that has ended. `*_ts` and `*_time` are seconds since 1970 (queue_time is a duration); what did not happen is left out.
+
+    now_s, now_ts: the same moment by time.monotonic() and time.time().
+    """
+    offset_s = now_ts - now_s
+    times = {
+        "request_received_ts": record.received_s + offset_s,
+        "api_server_dispatch_finish_ts": record.submitted_s + offset_s,
+        "request_finished_ts": now_ts if record.last_token_s is None else record.last_token_s + offset_s,
+        "response_sent_to_client_ts": now_ts,
+    }
+    if record.queue_s is not None:
+        times |= {"queue_time": record.queue_s, "forward_entry_time": record.admitted_s + offset_s}
+    if record.first_token_s is not None and record.last_token_s is not None:
+        times |= {"prefill_finished_time": record.first_token_s + offset_s, "first_token_latency": record.first_token_s - record.received_s}
+        decode_s = record.last_token_s - record.first_token_s
+        if decode_s > 0.0:
+            times["decode_throughput"] = (record.num_output_tokens - 1) / decode_s
+    return times
 
 
 def finish_reason(finish: Finish | None) -> dict[str, Any] | None:

@@ -20,7 +20,9 @@ OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/ping", "/metrics", 
 #: No line in the access log: asked for again and again by machines, and by the page.
 QUIET_PATHS = OPEN_PATHS | {"/v1/loads", "/get_load"}
 #: Verbs of an operator; with --admin-api-key they need that key.
-ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request"})
+ADMIN_PATHS = frozenset({
+    "/flush_cache", "/abort_request", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile", "/configure_logging",
+})
 #: Routes whose last part is a name.
 MODEL_PREFIX = "/v1/models/"
 #: Work for the model: what traces are made of.

@@ -124,6 +124,19 @@ FLUSH = Declaration(
 ABORT = Declaration(
     body={"rid": {"anyOf": [STRING, {"type": "array", "items": STRING}]}, "abort_all": BOOLEAN}, is_body_optional=True, statuses=(400, 503),
 )
+PAUSE = Declaration(JSON, {"mode": {"enum": ["abort", "retract", "in_place"]}}, is_body_optional=True, statuses=(400, 503))
+CONTINUE = Declaration(JSON, {}, is_body_optional=True, statuses=(400, 503))
+CONFIGURE_LOGGING = Declaration(
+    body={"log_requests": BOOLEAN, "log_requests_level": {"type": "integer", "minimum": 0, "maximum": 3},
+          "log_level": {"enum": ["debug", "info", "warning", "error"]}},
+    is_body_optional=True, statuses=(400, 503),
+)
+_PROFILE: dict[str, Schema] = {
+    "output_dir": STRING, "num_steps": {"type": "integer", "minimum": 1}, "activities": {"type": "array", "items": {"enum": ["CPU", "GPU"]}},
+    "with_stack": BOOLEAN, "record_shapes": BOOLEAN, "profile_prefix": STRING,
+}
+START_PROFILE = {"POST": Declaration(TEXT, _PROFILE, is_body_optional=True, statuses=(400, 503)), "GET": Declaration(TEXT, statuses=(400, 413, 503))}
+STOP_PROFILE = Declaration(TEXT, statuses=(400, 503))
 MODEL = Declaration(JSON, parameters=(Parameter("model", STRING, "name of a model", "path"),), statuses=(404, 503))
 LOADS = Declaration(
     JSON_OR_TEXT,

@@ -113,12 +113,13 @@ class ServerState:
         self.startup_s = 0.0
         self.metrics = Metrics(self.model_name) if args.enable_metrics else None
         sinks: list[RequestSink] = [] if self.metrics is None else [self.metrics.requests]
+        self.request_log = RequestLog(args.log_requests_level)
         if args.log_requests:
-            sinks.append(RequestLog(args.log_requests_level))
+            sinks.append(self.request_log)
         self.tracing = make_tracing(args, self.model_name) if args.enable_trace else None
         if self.tracing is not None:
             sinks.append(self.tracing)
-        self.tracker = RequestTracker(sinks)
+        self.tracker = RequestTracker(sinks, shows_times=args.enable_metrics)
         self._engine: Engine | None = None
         self._why = ""
 

@@ -143,20 +143,36 @@ def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 def load_hf_tokenizer(path: str) -> Any:
     """A fast tokenizer from a folder or a GGUF file. Never looks at the network."""
     import transformers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds to import: not needed with --skip-tokenizer-init
+    from transformers import PreTrainedTokenizerFast  # most of a second to import: not needed with --skip-tokenizer-init
 
     file = Path(path)
     try:
         if file.is_file() and file.suffix == ".gguf":
-            tokenizer = converted(file, transformers.__version__, lambda folder: AutoTokenizer.from_pretrained(folder, local_files_only=True),
-                                  lambda: AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True))
+            tokenizer = converted(file, transformers.__version__, load_converted, lambda: load_any(str(file.parent), gguf_file=file.name))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = load_any(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TokenizerError(f"no tokenizer in {path}: {error}; give --tokenizer-path, or --skip-tokenizer-init to work with token ids") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise TokenizerError(f"the tokenizer in {path} is a {type(tokenizer).__name__}; only tokenizers with a tokenizer.json are supported")
     return tokenizer
+
+
+def load_any(path: str, **options: str) -> Any:
+    """Whatever class the folder asks for."""
+    from transformers import AutoTokenizer  # it imports torch: two more seconds, and memory that the front has no use for
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
+
+
+def load_converted(folder: str) -> Any:
+    """A folder that `save_pretrained` wrote. The plain class reads its own folders without torch."""
+    from transformers import PreTrainedTokenizerFast
+
+    saved_class = json.loads((Path(folder) / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    if saved_class in (PreTrainedTokenizerFast.__name__, "PreTrainedTokenizerFast"):
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    return load_any(folder)
 
 
 def read_template(path: str) -> str:

@@ -13,6 +13,7 @@ from sglane.mem_cache.kv_ledger import KVLedger
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.io_struct import (
     AbortRequest,
+    ContinueGeneration,
     Fatal,
     FinishRequest,
     FlushCache,
@@ -20,11 +21,15 @@ from sglane.plan.io_struct import (
     GenerateRequest,
     GetState,
     Heartbeat,
+    PauseGeneration,
     PlannerReady,
     PrepareGrammar,
     Reply,
+    SetLogLevel,
     Shutdown,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     ToPlanner,
 )
 from sglane.plan.step_plan import (
@@ -34,6 +39,7 @@ from sglane.plan.step_plan import (
     GrammarReady,
     PoolInit,
     PoolReady,
+    ProfileDone,
     Progress,
     StepResult,
     Stop,
@@ -109,7 +115,8 @@ class Planner:
         self._last_heartbeat_s = 0.0
         self._flushes: list[tuple[FlushCache, float]] = []
         self._drain_deadline_s: float | None = None
-        self._compiles: dict[int, set[int]] = {}  # request_id of a PrepareGrammar -> ranks that have not answered
+        self._pauses: list[int] = []  # request_ids of PauseGeneration that wait for the steps under way
+        self._asked: dict[int, dict[int, str]] = {}  # request_id of a question to all ranks -> rank -> error, empty if it went well
 
     # --- start-up ------------------------------------------------------------------------------------------------------
 
@@ -176,6 +183,8 @@ class Planner:
                 plan = self.scheduler.next_plan()
             self._send_outputs()
             self._answer_flushes()
+            if self._pauses and self.scheduler.oldest_unretired_step is None:
+                self._answer_pauses()
             self._keep_time()
         self._send_outputs()
         self._broadcast(Stop())
@@ -203,7 +212,9 @@ class Planner:
         elif isinstance(message, Progress):
             self._last_progress_s[message.rank] = time.monotonic()
         elif isinstance(message, GrammarReady):
-            self._on_grammar_ready(message)
+            self._on_answer(message.request_id, message.rank, "")
+        elif isinstance(message, ProfileDone):
+            self._on_answer(message.request_id, message.rank, message.error)
         elif isinstance(message, ExecutorError):
             raise EngineFailure(f"rank {message.rank}: {message.message}")
         else:
@@ -224,19 +235,35 @@ class Planner:
             self._flushes.append((message, time.monotonic() + message.timeout_s))
         elif isinstance(message, GetState):
             self._send_front(Reply(message.request_id, True, self._state()))
-        elif isinstance(message, PrepareGrammar):
-            self._compiles[message.request_id] = set(range(self._args.cp_size))
+        elif isinstance(message, PrepareGrammar | StartProfile | StopProfile):
+            self._asked[message.request_id] = {}
+            self._broadcast(message)
+        elif isinstance(message, PauseGeneration):
+            self.scheduler.pause(message.mode)
+            self._pauses.append(message.request_id)
+        elif isinstance(message, ContinueGeneration):
+            self.scheduler.resume()
+            self._answer_pauses()
+            self._send_front(Reply(message.request_id, True, {}))
+        elif isinstance(message, SetLogLevel):
+            logging.getLogger().setLevel(message.level.upper())
             self._broadcast(message)
         elif isinstance(message, Shutdown):
             self._drain_deadline_s = time.monotonic() + message.drain_s
 
-    def _on_grammar_ready(self, message: GrammarReady) -> None:
-        """The front waits until every rank has the grammar."""
-        missing = self._compiles[message.request_id]
-        missing.remove(message.rank)
-        if not missing:
-            del self._compiles[message.request_id]
-            self._send_front(Reply(message.request_id, True, {}))
+    def _on_answer(self, request_id: int, rank: int, error: str) -> None:
+        """The front waits until every rank has answered."""
+        answers = self._asked[request_id]
+        answers[rank] = error
+        if len(answers) == self._args.cp_size:
+            del self._asked[request_id]
+            errors = sorted({error for error in answers.values() if error})
+            self._send_front(Reply(request_id, not errors, {"message": "; ".join(errors)} if errors else {}))
+
+    def _answer_pauses(self) -> None:
+        for request_id in self._pauses:
+            self._send_front(Reply(request_id, True, {}))
+        self._pauses = []
 
     def _is_drained(self) -> bool:
         return self._drain_deadline_s is not None and self.scheduler.is_idle()
@@ -279,7 +306,9 @@ class Planner:
             "effective_max_running_requests_per_dp": self.sizes.num_slots,
             "totals": asdict(self.scheduler.totals),
             "queue_times": self._reporter.queue_times.report(),
+            "evictions": self.scheduler.ledger.evictions(),
             **self.scheduler.load(),
+            **self.scheduler.set_aside(),
         }
 
     # --- sending -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """How long requests waited for admission: one histogram. Reads no clock; times are handed in."""
-from bisect import bisect_left
+from sglane.utils.histogram import TimeHistogram
 
 #: Upper bounds of the buckets; one more takes the rest. Seconds.
 BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -11,8 +11,7 @@ class QueueTimes:
     def __init__(self) -> None:
         self._arrived_s: dict[str, float] = {}  # by rid, of requests that were never admitted
         self._new: dict[str, float] = {}
-        self._counts = [0] * (len(BOUNDS_S) + 1)
-        self._sum_s = 0.0
+        self._histogram = TimeHistogram(BOUNDS_S)
 
     def arrived(self, rid: str, now_s: float) -> None:
         self._arrived_s[rid] = now_s
@@ -21,8 +20,7 @@ class QueueTimes:
         arrived_s = self._arrived_s.pop(rid, None)
         if arrived_s is not None:
             self._new[rid] = waited_s = now_s - arrived_s
-            self._counts[bisect_left(BOUNDS_S, waited_s)] += 1
-            self._sum_s += waited_s
+            self._histogram.add(waited_s)
 
     def take_new(self) -> dict[str, float]:
         """rid -> seconds, of the first admissions since the last call."""
@@ -38,5 +36,5 @@ class QueueTimes:
         return len(self._arrived_s)
 
     def report(self) -> dict[str, object]:
-        """`counts[i]`: times up to `bounds_s[i]` that are above the bound before; the last count has no bound."""
-        return {"bounds_s": list(BOUNDS_S), "counts": list(self._counts), "sum_s": self._sum_s}
+        """See TimeHistogram."""
+        return self._histogram.report()

@@ -82,6 +82,7 @@ class Scheduler:
         self._carry = Carry()
         self._outputs: list[RequestOutput] = []
         self._next_step = 1
+        self._paused = False
         self._num_arrived = 0
         self._num_admitted = 0
 
@@ -220,16 +221,35 @@ class Scheduler:
             self._waiting.add(request)
 
     def _retract(self, request: Request) -> None:
+        self._reserve.reset()
+        self._send_back(request)
+
+    def _send_back(self, request: Request) -> None:
         request.retract()
         self.totals.num_retractions += 1
-        self._reserve.reset()
         self._start_leaving(request)
+
+    # --- pause -------------------------------------------------------------------------------------------------------
+
+    def pause(self, mode: str) -> None:
+        """No new steps until `resume`; see PauseGeneration. What is under way still retires, and nothing is lost."""
+        self._paused = True
+        if self._next_in is not None:
+            self._cancel_next_in()
+        if mode == "abort":
+            self.abort_all("aborted: generation was paused", 0)
+        elif mode == "retract":
+            for request in list(self._running.values()):
+                self._send_back(request)
+
+    def resume(self) -> None:
+        self._paused = False
 
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be issued now."""
-        if len(self._issued) >= self.limits.max_unretired_steps:
+        if self._paused or len(self._issued) >= self.limits.max_unretired_steps:
             return None
         builder = StepBuilder(self._next_step, self._layout)
         for request in self._by_seniority():
@@ -391,8 +411,8 @@ class Scheduler:
         return len(self._waiting)
 
     def flush(self) -> bool:
-        """Drop the prefix cache; False while anything is under way."""
-        if not self.is_idle():
+        """Drop the prefix cache; False while anything is under way. In a pause, requests that wait may go on waiting."""
+        if self._running or self._leaving or self._issued or (self._requests and not self._paused):
             return False
         self.ledger.flush()
         return True
@@ -410,6 +430,12 @@ class Scheduler:
             "token_usage": used / total,
             "new_token_ratio": self._reserve.ratio,
         }
+
+    def set_aside(self) -> dict[str, int]:
+        """Requests that a pause holds, and those that wait because they had to give their pages back."""
+        waiting = [request for request in self._requests.values() if request.phase is Phase.WAITING]
+        num_retracted = sum(request.num_retractions > 0 for request in waiting)
+        return {"num_paused_reqs": len(self._requests) if self._paused else 0, "num_retracted_reqs": num_retracted}
 
     def kv_ledger(self) -> dict[str, object]:
         """The ledger as /server_info shows it."""

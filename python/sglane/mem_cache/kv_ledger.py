@@ -172,6 +172,10 @@ class KVLedger:
             raise LedgerError(f"flush while {len(self._holdings)} requests hold KV: {sorted(self._holdings)[:8]}")
         self._supply.give(self._tree.clear())
 
+    def evictions(self) -> dict[str, object]:
+        """Tokens (whole pages) that left the tree to make room since the start, and how long each eviction took."""
+        return {"num_tokens": self._supply.num_evicted_pages * self.layout.page_size, "times": self._supply.eviction_times.report()}
+
     def drain_reusable(self) -> Pages:
         """Pages that became reusable since the last call. Take them into every plan: a page may be in use again in the step after."""
         return self._allocator.drain_reusable()

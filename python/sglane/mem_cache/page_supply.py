@@ -1,4 +1,5 @@
 """Where new pages come from: free pages, pages that wait for a step, then eviction of just what is missing."""
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,8 +8,12 @@ import numpy as np
 from sglane.mem_cache.lane_allocator import LaneAllocator
 from sglane.mem_cache.page_layout import Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
 from sglane.mem_cache.radix_cache import RadixCache
+from sglane.utils.histogram import TimeHistogram
 
 OwnerPolicy = Callable[[LaneCounts], Lanes]  # available pages of each lane -> owners of the free part of a demand
+
+#: Upper bounds of the buckets. Seconds.
+EVICTION_BOUNDS_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class PageSupply:
         self._promises: dict[int, _Promise] = {}  # by the asker's serial number
         self.last_issued = 0
         self.last_retired = 0
+        self.num_evicted_pages = 0  # to make room; a flush does not count
+        self.eviction_times = TimeHistogram(EVICTION_BOUNDS_S)
 
     def issued(self, step: int) -> None:
         if step <= self.last_issued:
@@ -79,15 +86,23 @@ class PageSupply:
             if not demand.fits(soon + evictable):
                 return demand.shortfall(free, pending=False)
             wanted = np.bincount(owners(soon + evictable - demand.fixed), minlength=self.layout.cp_size)
-            evicted = self._tree.evict(eviction_shares(demand, wanted, soon))
-            assert evicted is not None, "pages counted as evictable could not be evicted"
-            self.give(evicted)
+            evicted = self._evict(eviction_shares(demand, wanted, soon))
             available = soon + self.layout.lane_counts(evicted)
             if self.last_issued == self.last_retired:  # nothing waits for a step: what was evicted is free
                 return self._allocate(asker, demand, owners(available - demand.fixed))
         lanes = np.bincount(owners(available - demand.fixed), minlength=self.layout.cp_size) + demand.fixed
         self._promises[asker] = _Promise(lanes, self.last_issued)
         return demand.shortfall(free, pending=True)
+
+    def _evict(self, shares: LaneCounts) -> Pages:
+        """shares: pages by lane. They leave the tree; how long that took goes to the histogram and nowhere else."""
+        begin_s = time.perf_counter()
+        evicted = self._tree.evict(shares)
+        assert evicted is not None, "pages counted as evictable could not be evicted"
+        self.give(evicted)
+        self.eviction_times.add(time.perf_counter() - begin_s)
+        self.num_evicted_pages += len(evicted)
+        return evicted
 
     def _allocate(self, asker: int, demand: Demand, owners: Lanes) -> Pages:
         self.forget(asker)

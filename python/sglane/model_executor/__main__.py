@@ -13,11 +13,13 @@ import zmq
 from sglane.configs.model_config import load_model_config
 from sglane.distributed.groups import close_groups, init_groups
 from sglane.model_executor.executor import Executor, resolve_dtype
+from sglane.model_executor.grammar import LazyGrammars
 from sglane.model_executor.grammar_tickets import GrammarTickets
 from sglane.model_executor.loader import load_model
 from sglane.model_executor.memory import available_bytes
-from sglane.plan.io_struct import PrepareGrammar
-from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, Progress, StepPlan, Stop, ToExecutor
+from sglane.model_executor.profiler import StepProfiler
+from sglane.plan.io_struct import PrepareGrammar, SetLogLevel, StartProfile, StopProfile
+from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, ProfileDone, Progress, StepPlan, Stop, ToExecutor
 from sglane.server_args import ProcessSpec, ServerArgs
 from sglane.utils import logging as log
 from sglane.utils.ipc import Receiver, Sender
@@ -56,8 +58,6 @@ def grammars_of(spec: ProcessSpec, context: zmq.Context, executor: Executor, sta
     """Structured output, if this server offers it; its thread ends with `stack`."""
     if not spec.server_args.offers_grammars():
         return None
-    from sglane.model_executor.grammar import LazyGrammars  # most of a second to import: only where it can be of use
-
     grammars = LazyGrammars(spec.server_args.grammar_backend, spec.endpoints.vocabulary)
     executor.use_grammars(grammars)
     return stack.enter_context(GrammarTickets(grammars, context, spec.endpoints.from_executors, spec.rank))
@@ -86,14 +86,23 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
     device = pick_device(spec.server_args, spec.rank)
     executor, available = load(spec, device, sender)
     tickets = grammars_of(spec, context, executor, stack)
+    profiler = StepProfiler(spec.rank, device)
     sender.send(executor.ready(available))
     while True:
         message = receiver.recv()
         if isinstance(message, StepPlan):
             sender.send(executor.run(message))
+            if profiler.is_on:
+                profiler.step_ended()
         elif isinstance(message, PrepareGrammar):
             assert tickets is not None, "a grammar arrived, but this server offers no structured output"
             tickets.submit(message)
+        elif isinstance(message, StartProfile):
+            sender.send(ProfileDone(spec.rank, message.request_id, profiler.start(message)))
+        elif isinstance(message, StopProfile):
+            sender.send(ProfileDone(spec.rank, message.request_id, profiler.stop()))
+        elif isinstance(message, SetLogLevel):
+            logging.getLogger().setLevel(message.level.upper())
         elif isinstance(message, PoolInit):
             executor.init_pool(message)
             sender.send(PoolReady(spec.rank))

@@ -1,6 +1,7 @@
 """Grammars: compiled from text for one vocabulary by a library, matched token by token, applied to logits."""
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -8,7 +9,6 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from xgrammar import apply_token_bitmask_inplace  # both libraries write the same bits
 
 from sglane.plan.io_struct import Grammar
 
@@ -74,6 +74,9 @@ class Grammars:
     """Makes the masks of requests."""
 
     def __init__(self, backend: str, vocabulary: Vocabulary):
+        from xgrammar import apply_token_bitmask_inplace  # both libraries write the same bits; most of a second to import
+
+        self._apply_bits = apply_token_bitmask_inplace
         self.backend = make_backend(backend, vocabulary)
         self._end_ids = torch.tensor(vocabulary.end_token_ids, dtype=torch.int64)
         self._bitmask = torch.zeros((1, (vocabulary.size + 31) // 32), dtype=torch.int32)
@@ -81,10 +84,10 @@ class Grammars:
     def mask(self, grammar: Grammar) -> "GrammarMask":
         """A grammar that does not compile ends the answer at once: the front refuses those, so this is not expected."""
         try:
-            return GrammarMask(self.backend.matcher(grammar), self._bitmask, self._end_ids)
+            return GrammarMask(self.backend.matcher(grammar), self._bitmask, self._end_ids, self._apply_bits)
         except GRAMMAR_ERRORS as error:
             logger.error("a %s that was accepted does not compile: %s", grammar.kind, error)
-            return GrammarMask(None, self._bitmask, self._end_ids)
+            return GrammarMask(None, self._bitmask, self._end_ids, self._apply_bits)
 
 
 class LazyGrammars:
@@ -120,8 +123,12 @@ def read_vocabulary(path: Path) -> Vocabulary:
 class GrammarMask:
     """One request's place in its grammar."""
 
-    def __init__(self, matcher: Matcher | None, bitmask: Tensor, end_ids: Tensor):
-        """matcher None: nothing but an end token is allowed. bitmask int32 [1, ceil(V / 32)]: scratch, shared."""
+    def __init__(self, matcher: Matcher | None, bitmask: Tensor, end_ids: Tensor, apply_bits: Callable[..., None]):
+        """matcher None: nothing but an end token is allowed. bitmask int32 [1, ceil(V / 32)]: scratch, shared.
+
+        apply_bits(logits, bitmask, vocab_size=): rules out what has no bit, in place.
+        """
+        self._apply_bits = apply_bits
         self._matcher = matcher
         self._bitmask = bitmask
         self._end_ids = end_ids
@@ -151,10 +158,10 @@ class GrammarMask:
             self._only_end(logits)
             return
         row, bitmask = logits.unsqueeze(0), self._bitmask.to(logits.device)
-        apply_token_bitmask_inplace(row, bitmask, vocab_size=logits.shape[0])
+        self._apply_bits(row, bitmask, vocab_size=logits.shape[0])
         if bool(logits.max() == float("-inf")):  # the model itself rules out all that is allowed: all of it is alike
             row.zero_()
-            apply_token_bitmask_inplace(row, bitmask, vocab_size=logits.shape[0])
+            self._apply_bits(row, bitmask, vocab_size=logits.shape[0])
 
     def _only_end(self, logits: Tensor) -> None:
         ends = self._end_ids.to(logits.device)

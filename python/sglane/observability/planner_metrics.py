@@ -18,6 +18,8 @@ GAUGES = {
     "full_token_usage": ("token_usage", "As token_usage"),
     "new_token_ratio": ("new_token_ratio", "Share of the output limits that admission keeps in reserve"),
     "gen_throughput": ("last_gen_throughput", "Output tokens per second over the last 2 seconds; 0 when idle"),
+    "num_retracted_reqs": ("num_retracted_reqs", "Requests that wait after they had to give their pages back"),
+    "num_paused_reqs": ("num_paused_reqs", "Requests that a pause holds"),
     "max_running_requests": ("effective_max_running_requests_per_dp", "Requests that may run at once"),
 }
 #: name -> (key of the totals, text).
@@ -26,6 +28,8 @@ COUNTERS = {
     "prefill_computed_tokens_total": ("num_prompt_tokens", "Tokens fed by prefill steps, those after a retraction included"),
     "prefill_cached_tokens_total": ("num_cached_tokens", "Tokens taken from the prefix cache at admission, those after a retraction included"),
 }
+#: Modes of realtime_tokens_total -> key of the totals.
+TOKEN_MODES = {"prefill_compute": "num_prompt_tokens", "prefill_cache": "num_cached_tokens", "decode": "num_output_tokens"}
 #: Classes of pages in one lane; they add up to `total`.
 LANE_CLASSES = {
     "total": "Pages of a lane", "free": "Pages nobody uses", "cached": "Pages of the prefix cache (leased ones included)",
@@ -73,7 +77,16 @@ class PlannerCollector(Collector):
             yield counter
         yield from self._lane_gauges(lanes, names, values)
         yield self._fallbacks(kv_ledger["fallbacks"], names, values)
-        yield self._queue_times(state["queue_times"], names, values)
+        tokens = CounterMetricFamily("sglang:realtime_tokens_total", "Tokens as they are computed, taken from the cache, sampled",
+                                     labels=[*names, "mode"])
+        for mode, key in TOKEN_MODES.items():
+            tokens.add_metric([*values, mode], totals[key])
+        yield tokens
+        evicted = CounterMetricFamily("sglang:evicted_tokens_total", "KV tokens (whole pages) that left the prefix cache to make room", labels=names)
+        evicted.add_metric(values, state["evictions"]["num_tokens"])
+        yield evicted
+        yield self._times("eviction_duration_seconds", "Time of one eviction", state["evictions"]["times"], names, values)
+        yield self._times("queue_time_seconds", "Arrival at the planner to admission", state["queue_times"], names, values)
 
     def _lane_gauges(self, lanes: Mapping[str, list[int]], names: list[str], values: list[str]) -> Iterator[Metric]:
         for kind, text in LANE_CLASSES.items():
@@ -88,8 +101,9 @@ class PlannerCollector(Collector):
             counter.add_metric([*values, name], count)
         return counter
 
-    def _queue_times(self, times: Mapping[str, Any], names: list[str], values: list[str]) -> Metric:
-        family = HistogramMetricFamily("sglang:queue_time_seconds", "Arrival at the planner to admission", labels=names)
+    def _times(self, name: str, text: str, times: Mapping[str, Any], names: list[str], values: list[str]) -> Metric:
+        """times: see TimeHistogram."""
+        family = HistogramMetricFamily(f"sglang:{name}", text, labels=names)
         bounds = [*(repr(float(bound)) for bound in times["bounds_s"]), "+Inf"]
         family.add_metric(values, list(zip(bounds, accumulate(times["counts"]))), times["sum_s"])
         return family

@@ -19,6 +19,9 @@ class RequestLog:
     def __init__(self, level: int):
         self._level = level
 
+    def set_level(self, level: int) -> None:
+        self._level = level
+
     def started(self, record: Record) -> None:
         fields: dict[str, Any] = {"rid": record.name, "prompt_tokens": record.num_prompt_tokens, "stream": record.streams}
         if self._level >= 1:

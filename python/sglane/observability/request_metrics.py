@@ -8,6 +8,7 @@ from sglane.observability.requests import Ending, Record
 #: Upper bounds of the buckets. Seconds.
 FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 BETWEEN_TOKENS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4)
+STAGE_S = tuple(round(0.001 * 1.62**i, 6) for i in range(30))
 WHOLE_REQUEST_S = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 2400)
 
 
@@ -25,6 +26,9 @@ class Children:
     between: Histogram
     per_token: Histogram
     whole: Histogram
+    tokenize: Histogram
+    prefill: Histogram
+    decode: Histogram
 
 
 class RequestMetrics:
@@ -50,6 +54,8 @@ class RequestMetrics:
         self._between = histogram("inter_token_latency_seconds", "Time between two output tokens of a generation", BETWEEN_TOKENS_S)
         self._per_token = histogram("request_time_per_output_token_seconds", "Mean time per output token after the first", BETWEEN_TOKENS_S)
         self._whole = histogram("e2e_request_latency_seconds", "Request received to its end", WHOLE_REQUEST_S)
+        self._stage = Histogram("sglang:per_stage_req_latency_seconds", "Time of one stage of a request", [*names, "stage"], registry=registry,
+                                buckets=STAGE_S)
         self._of = {streams: self._make(streams) for streams in (False, True)}  # everything is there from the start, at zero
 
     def _make(self, streams: bool) -> "Children":
@@ -58,6 +64,7 @@ class RequestMetrics:
             *(metric.labels(*values) for metric in (self._requests, self._aborted, self._prompt, self._output)),
             *(self._cached.labels(*values, source) for source in ("device", "host")),
             *(metric.labels(*values) for metric in (self._first_token, self._between, self._per_token, self._whole)),
+            *(self._stage.labels(*values, stage) for stage in ("tokenize", "prefill_forward", "decode_loop")),
         )
 
     def started(self, record: Record) -> None:
@@ -83,5 +90,9 @@ class RequestMetrics:
             of.aborted.inc()
             return
         of.whole.observe(ending.e2e_s)
+        of.tokenize.observe(record.submitted_s - record.received_s)
+        if record.first_token_s is not None and record.last_token_s is not None:
+            of.prefill.observe(record.first_token_s - record.admitted_s)
+            of.decode.observe(record.last_token_s - record.first_token_s)
         if record.num_output_tokens > 1 and record.first_token_s is not None and record.last_token_s is not None:
             of.per_token.observe((record.last_token_s - record.first_token_s) / (record.num_output_tokens - 1))

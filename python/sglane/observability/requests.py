@@ -42,6 +42,11 @@ class Record:
     def num_prompt_tokens(self) -> int:
         return len(self.request.input_ids) // 4
 
+    @property
+    def admitted_s(self) -> float:
+        """When the planner took it in; as long as it has not, when it was handed over."""
+        return self.submitted_s + (self.queue_s or 0.0)
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -71,20 +76,34 @@ class RequestSink(Protocol):
 class RequestTracker:
     """Keeps the records; without sinks it does nothing."""
 
-    def __init__(self, sinks: Sequence[RequestSink] = ()):
-        self._sinks = sinks
+    def __init__(self, sinks: Sequence[RequestSink] = (), shows_times: bool = False):
+        """shows_times: whether answers carry the times of their record."""
+        self.shows_times = shows_times
+        self._sinks = list(sinks)
         self._records: dict[str, Record] = {}  # by the planner's rid
+
+    def add(self, sink: RequestSink) -> None:
+        """It hears of what starts from now on, and at least of the end of what runs and has a record. Idempotent."""
+        if sink not in self._sinks:
+            self._sinks.append(sink)
+
+    def remove(self, sink: RequestSink) -> None:
+        """Idempotent."""
+        if sink in self._sinks:
+            self._sinks.remove(sink)
 
     @property
     def num_records(self) -> int:
         return len(self._records)
 
-    def started(self, request: GenerateRequest, name: str, streams: bool, received_s: float, caller: Caller | None = None) -> None:
+    def started(self, request: GenerateRequest, name: str, streams: bool, received_s: float, caller: Caller | None = None) -> Record | None:
+        """Returns the record, None if there is nobody to keep it for."""
         if not self._sinks:
-            return
+            return None
         record = self._records[request.rid] = Record(request, name, streams, received_s, time.monotonic(), caller)
         for sink in self._sinks:
             sink.started(record)
+        return record
 
     def admitted(self, queue_s: Mapping[str, float]) -> None:
         """What the planner says of first admissions: rid -> seconds in the queue."""

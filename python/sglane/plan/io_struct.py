@@ -86,6 +86,46 @@ class PrepareGrammar(msgspec.Struct, frozen=True, tag="prepare_grammar"):
     grammar: Grammar
 
 
+class PauseGeneration(msgspec.Struct, frozen=True, tag="pause"):
+    """No new steps until `ContinueGeneration`. Answered by `Reply` when no step is under way any more.
+
+    mode: abort ends every request; retract sends the running ones back to the queue; in_place leaves them where they are.
+    """
+
+    request_id: int
+    mode: str
+
+
+class ContinueGeneration(msgspec.Struct, frozen=True, tag="continue"):
+    """End of a pause, or nothing if there is none. Answered by `Reply`."""
+
+    request_id: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile", kw_only=True):
+    """Every rank records its steps. Passed on by the planner; answered by `Reply` when all have begun."""
+
+    request_id: int
+    folder: str
+    name: str  # what the files' names begin with
+    num_steps: int | None  # None: until StopProfile
+    activities: list[str]  # CPU, GPU
+    with_stack: bool
+    record_shapes: bool
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """Write the recording. Passed on by the planner; answered by `Reply` when all ranks have written it."""
+
+    request_id: int
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, tag="log_level"):
+    """For the planner and, passed on, every rank."""
+
+    level: str  # debug | info | warning | error
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Finish what runs (up to `drain_s`), then end."""
 
@@ -165,7 +205,10 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-ToPlanner = GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | PrepareGrammar | Shutdown
+ToPlanner = (
+    GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | PrepareGrammar | PauseGeneration | ContinueGeneration | StartProfile
+    | StopProfile | SetLogLevel | Shutdown
+)
 FromPlanner = StepOutputs | Reply | PlannerReady | Heartbeat | Fatal
 
 

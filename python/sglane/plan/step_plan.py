@@ -9,7 +9,7 @@ and answers with exactly one `StepResult`. Plans are numbered consecutively from
 """
 import msgspec
 
-from sglane.plan.io_struct import PrepareGrammar, SamplingParams
+from sglane.plan.io_struct import PrepareGrammar, SamplingParams, SetLogLevel, StartProfile, StopProfile
 
 
 class RowUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -154,9 +154,17 @@ class GrammarReady(msgspec.Struct, frozen=True, tag="grammar_ready"):
     request_id: int
 
 
+class ProfileDone(msgspec.Struct, frozen=True, tag="profile_done"):
+    """A rank has carried out a StartProfile or StopProfile; error: why not, empty if it has."""
+
+    rank: int
+    request_id: int
+    error: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Executors end after the plans issued before this."""
 
 
-ToExecutor = PoolInit | StepPlan | PrepareGrammar | Stop
-FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | GrammarReady | ExecutorError
+ToExecutor = PoolInit | StepPlan | PrepareGrammar | StartProfile | StopProfile | SetLogLevel | Stop
+FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | GrammarReady | ProfileDone | ExecutorError

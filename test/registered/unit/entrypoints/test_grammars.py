@@ -224,3 +224,11 @@ def test_llguidance(other_front, route, body):
     assert response.status_code == 400 and response.json()["param"] == "structural_tag", response.text
     assert "--grammar-backend llguidance" in response.json()["message"]
     assert other_front.wait_idle()
+
+
+def test_the_ranks_are_warmed_without_anybody_waiting(front):
+    client = front.state.engine().client
+    front.on_loop(client.warm_grammars)
+    message = front.wait_received(PrepareGrammar, 1)[0]
+    assert (message.request_id, message.grammar.kind) == (0, "regex")
+    assert front.ask("/generate", {"input_ids": [504], "sampling_params": {"max_new_tokens": 1}})["output_ids"] == [504]

@@ -12,7 +12,8 @@ OPEN = ["/health", "/v1/health", "/ready", "/ping", "/metrics"]
 CLOSED = [("GET", "/v1/models"), ("GET", "/model_info"), ("GET", "/server_info"), ("GET", "/v1/loads"), ("POST", "/generate"), ("POST", "/tokenize"),
           ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/openapi.json"), ("GET", "/no/such/route"),
           ("GET", "/health_generate")]
-ADMIN = [("POST", "/flush_cache"), ("GET", "/flush_cache"), ("POST", "/abort_request")]
+ADMIN = [("POST", "/flush_cache"), ("GET", "/flush_cache"), ("POST", "/abort_request"), ("POST", "/pause_generation"),
+         ("POST", "/continue_generation"), ("POST", "/configure_logging"), ("POST", "/start_profile"), ("GET", "/stop_profile")]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kits.fake_planner import QUEUE_FULL, STATE
 from kits.front import Front
+from sglane.entrypoints.meta_info import times_of
+from sglane.observability.requests import Record
+from sglane.plan.io_struct import GenerateRequest, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,37 @@ def test_counters_are_the_sums_of_the_answers(measured):
     assert measured.state.tracker.num_records == 0
 
 
+def test_stages_and_times_of_an_answer(measured):
+    before = scrape(measured)
+    measured.behaviour.step_s = 0.02
+    earliest = time.time()
+    meta = measured.ask("/generate", {"input_ids": [504], "sampling_params": {"max_new_tokens": 4}})["meta_info"]
+    latest, after = time.time(), scrape(measured)
+    for stage in ("tokenize", "prefill_forward", "decode_loop"):
+        assert difference(before, after, "per_stage_req_latency_seconds_count", stage=stage) == 1
+    decode_s = difference(before, after, "per_stage_req_latency_seconds_sum", stage="decode_loop")
+    assert decode_s >= 0.05 and meta["decode_throughput"] == pytest.approx(3 / decode_s)
+    names = ("request_received_ts", "api_server_dispatch_finish_ts", "prefill_finished_time", "request_finished_ts", "response_sent_to_client_ts")
+    moments = [earliest, *(meta[name] for name in names), latest]
+    assert all(first <= second + 1e-3 for first, second in zip(moments, moments[1:])), moments
+    assert meta["first_token_latency"] == pytest.approx(meta["prefill_finished_time"] - meta["request_received_ts"], abs=1e-3)
+    assert "queue_time" not in meta, "this planner does not say"
+    chunks = measured.stream("/generate", {"input_ids": [504], "sampling_params": {"max_new_tokens": 3}})
+    assert ["request_finished_ts" in chunk["meta_info"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_the_queue_is_told_where_the_planner_says_it():
+    record = Record(GenerateRequest(rid="a", input_ids=b"", sampling=SamplingParams(max_new_tokens=1)), "a", False, 10.0, 11.0, None, queue_s=2.0)
+    times = times_of(record, 20.0, 1020.0)
+    assert times == {"request_received_ts": 1010.0, "api_server_dispatch_finish_ts": 1011.0, "request_finished_ts": 1020.0,
+                     "response_sent_to_client_ts": 1020.0, "queue_time": 2.0, "forward_entry_time": 1013.0}
+
+
+def test_without_metrics_answers_tell_no_times(front):
+    meta = front.ask("/generate", {"input_ids": [504], "sampling_params": {"max_new_tokens": 2}})["meta_info"]
+    assert "e2e_latency" in meta and not {"request_received_ts", "decode_throughput"} & set(meta)
+
+
 def test_a_stop_string_counts_what_the_answer_has(measured, tokenizer):
     before = scrape(measured)
     measured.behaviour.tokens_per_step = 8
@@ -98,6 +132,10 @@ def test_the_planners_figures(measured):
     for kind, counts in STATE["kv_ledger"]["device"].items():
         for lane, count in enumerate(counts):
             assert total(samples, f"cp_lane_{kind}_pages", cp_lane=str(lane)) == count
+    assert total(samples, "num_retracted_reqs") == 1 and total(samples, "num_paused_reqs") == 0 and total(samples, "evicted_tokens_total") == 640
+    modes = {mode: total(samples, "realtime_tokens_total", mode=mode) for mode in ("prefill_compute", "prefill_cache", "decode")}
+    assert modes == {"prefill_compute": 300, "prefill_cache": 100, "decode": 50}
+    assert total(samples, "eviction_duration_seconds_count") == 3 and total(samples, "eviction_duration_seconds_sum") == 0.006
     buckets = {dict(pairs)["le"]: value for (name, pairs), value in samples.items() if name == "queue_time_seconds_bucket"}
     assert buckets == {"0.01": 3, "0.1": 4, "+Inf": 5}
     assert total(samples, "queue_time_seconds_count") == 5 and total(samples, "queue_time_seconds_sum") == 2.5

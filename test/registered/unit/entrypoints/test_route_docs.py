@@ -29,6 +29,12 @@ CALLS = [
     ("POST", "/flush_cache?timeout=-1", "/flush_cache", None),
     ("POST", "/abort_request", "/abort_request", {"rid": "none"}),
     ("POST", "/abort_request", "/abort_request", {"rid": 3}),
+    *(("POST", path, path, body) for path, body in (
+        ("/pause_generation", {"mode": "in_place"}), ("/pause_generation", {"mode": "x"}), ("/continue_generation", {}), ("/start_profile", {}),
+        ("/start_profile", {"num_steps": 0}), ("/stop_profile", None), ("/stop_profile", None), ("/configure_logging", {"log_requests": False}),
+        ("/configure_logging", {"log_level": "loud"}))),
+    ("GET", "/start_profile", "/start_profile", None),
+    ("GET", "/stop_profile", "/stop_profile", None),
 ]
 
 

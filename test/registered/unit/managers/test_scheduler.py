@@ -58,6 +58,23 @@ def test_decode_output_is_reused_by_the_next_turn():
     assert engine.outputs["b"] == expected_output(second, 4)
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_evictions_are_counted(cp_size):
+    engine = fake_engine(cp_size=cp_size, num_pages=16)
+    assert engine.ledger.evictions()["num_tokens"] == 0
+    num_published = 0
+    for i in range(8):
+        engine.add(str(i), prompt_of(i, 13), 4)
+        engine.run()
+        num_published += 4  # 13 + 3 rows
+    num_cached = sum(engine.ledger.snapshot()["device"]["cached"])
+    evictions = engine.ledger.evictions()
+    assert evictions["num_tokens"] == (num_published - num_cached) * 4 > 0
+    assert sum(evictions["times"]["counts"]) >= 4 and evictions["times"]["sum_s"] > 0.0
+    engine.scheduler.flush()
+    assert engine.ledger.evictions() == evictions
+
+
 @pytest.mark.parametrize("length", [5, 8, 11, 30])
 def test_a_repetition_right_after_the_answer_hits_all_but_one_token(length):
     """The last step of the first request is still under way when the second one arrives: the valid tail must not be missed."""

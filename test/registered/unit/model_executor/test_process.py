@@ -1,4 +1,6 @@
 """Rank processes as the launcher starts them: start-up protocol, plans over sockets, ends."""
+import gzip
+import json
 import os
 import signal
 import subprocess
@@ -14,8 +16,8 @@ from safetensors.torch import load_file
 
 from kits.checkpoints import tiny
 from kits.plan_driver import PlanDriver, greedy
-from sglane.plan.io_struct import Endpoints
-from sglane.plan.step_plan import ExecutorError, ExecutorReady, FromExecutor, PoolInit, PoolReady, Progress, StepPlan, StepResult, Stop
+from sglane.plan.io_struct import Endpoints, StartProfile, StopProfile
+from sglane.plan.step_plan import ExecutorError, ExecutorReady, FromExecutor, PoolInit, PoolReady, ProfileDone, Progress, StepPlan, StepResult, Stop
 from sglane.server_args import ProcessSpec, ServerArgs
 from sglane.utils.ipc import Receiver, Sender
 
@@ -115,6 +117,44 @@ def test_an_injected_failure_is_reported(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="fails at forward"):
             drive.prefill(0, 100)
         assert process.wait(30) != 0
+
+
+def test_the_start_does_not_wait_for_the_grammar_library() -> None:
+    program = "import sys, sglane.model_executor.__main__; assert 'torch' in sys.modules and not {'xgrammar', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_steps_are_recorded(tmp_path: Path) -> None:
+    prompt = list(range(3, 40))
+    with started(tmp_path, 2, page_size=16) as (ranks, _processes):
+        ranks.start_up()
+
+        def ask(message: StartProfile | StopProfile) -> set[str]:
+            ranks.send(message)
+            return {ranks.receive(ProfileDone).error for _ in range(ranks.size)}
+
+        def start(folder: Path, num_steps: int | None) -> set[str]:
+            return ask(StartProfile(request_id=1, folder=str(folder), name="it", num_steps=num_steps, activities=["CPU", "GPU"], with_stack=False,
+                                    record_shapes=False))
+
+        drive = PlanDriver(ranks.run, 16, 2, 100)
+        assert ask(StopProfile(2)) == {"no recording is under way"}
+        (tmp_path / "a file").touch()
+        assert all("output_dir" in error for error in start(tmp_path / "a file" / "x", None))
+        assert start(tmp_path / "two", 2) == {""}
+        assert all("under way" in error for error in start(tmp_path / "other", 2))
+        drive.generate(0, prompt, 4, 100)
+        assert ask(StopProfile(3)) == {"no recording is under way"}, "it ended with its second step"
+        assert start(tmp_path / "all", None) == {""}
+        drive.generate(1, prompt, 6, 100)
+        assert ask(StopProfile(4)) == {""}
+        counts = {}
+        for name in ("two", "all"):
+            files = sorted((tmp_path / name).iterdir())
+            assert [file.name for file in files] == ["it-CP-0.trace.json.gz", "it-CP-1.trace.json.gz"]
+            events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+            counts[name] = sum(event.get("name") == "aten::embedding" for event in events)
+        assert 0 < counts["two"] < counts["all"]
 
 
 def test_a_missing_model_is_reported(tmp_path: Path) -> None:
