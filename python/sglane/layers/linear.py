@@ -9,6 +9,8 @@ from sglane.layers.weights import FP8, Matrix, WeightSource, concat_rows, dequan
 
 #: Elements of the smallest float32 weight that is packed: a packed product costs about 12 us more per call.
 MIN_PACKED_FLOAT32 = 1 << 18
+#: Elements of the largest bfloat16 weight that is kept in float32: oneDNN spends 14 us on a call, whatever its size.
+MAX_WIDENED = 1 << 15
 
 
 class PlainProduct:
@@ -20,6 +22,17 @@ class PlainProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
+
+
+class WidenedProduct:
+    """On CPU: a small bfloat16 weight as float32. The result is rounded once, as that of a bfloat16 product."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._weight = weight.float()
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self._weight, self._bias).to(x.dtype)
 
 
 class PackedProduct:
@@ -52,7 +65,13 @@ def product(matrix: Matrix, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         return BlockScaledProduct(data, matrix.scales, bias)
     if data.dtype == FP8:
         raise ValueError("an FP8 matrix needs block scales")
+    if data.device.type == "cpu" and data.dtype == torch.bfloat16 and data.numel() <= MAX_WIDENED:
+        return WidenedProduct(data, bias)
     return PackedProduct(data, bias) if _packs(data) else PlainProduct(data, bias)
+
+
+#: Bytes of the copies that a product makes, for each byte of its weight.
+COPIES = {PackedProduct: 1, WidenedProduct: 2}
 
 
 def _packs(data: Tensor) -> bool:
@@ -71,7 +90,7 @@ class Linear:
         self.out_features, self.in_features = matrix.data.shape
         self._product = product(matrix, bias)
         #: Memory of a copy of the weight in another layout, in bytes.
-        self.copied_bytes = matrix.data.nbytes if isinstance(self._product, PackedProduct) else 0
+        self.copied_bytes = matrix.data.nbytes * COPIES.get(type(self._product), 0)
 
     @staticmethod
     def load(weights: WeightSource, names: dict[str, int], in_features: int, bias: bool = False) -> "Linear":

@@ -14,16 +14,23 @@ class RMSNorm:
 
     def __init__(self, weight: Tensor, eps: float):
         self._weight = weight  # [size], run type
+        self._wide = weight.float()
         self._eps = eps
+        self._eps_wide = torch.full((1,), eps, device=weight.device)
 
     @staticmethod
     def load(weights: WeightSource, name: str, size: int, eps: float) -> "RMSNorm":
         return RMSNorm(weights.tensor(f"{name}.weight", (size,)), eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.dim() == 2 and len(x) > MANY_ROWS:
+        if x.device.type != "cpu":
+            return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        if x.dtype == torch.bfloat16 and x.dim() == 2 and len(x) > MANY_ROWS:
             return _scaled_rows(x, self._eps).mul_(self._weight)
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        wide = x.float()  # torch's own rms_norm is made of more operations
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        scale = torch.addcmul(self._eps_wide, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (wide * scale).mul_(self._wide).to(x.dtype)
 
 
 def _scaled_rows(x: Tensor, eps: float) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sglane.configs.sizes import RopeConfig
 
-
 #: Tokens that are rotated at once, so that their float32 copies stay in a cache.
 TILE_ROWS = 512
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kits.fp8_blocks import dequantised, quantise
-from sglane.layers.linear import BlockScaledProduct, Linear, PackedProduct, PlainProduct, product
+from sglane.layers.linear import MAX_WIDENED, BlockScaledProduct, Linear, PackedProduct, PlainProduct, WidenedProduct, product
 from sglane.layers.weights import Matrix, concat_rows, dense, dequantise
 
 SIZES = [(1, 1), (64, 192), (128, 128), (129, 127), (160, 300), (576, 200)]
@@ -66,7 +66,7 @@ def test_products_agree(num_rows, dtype):
     for bias in (None, torch.randn(96).to(dtype)):
         expected: Tensor = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         tolerance = 1e-4 if dtype == torch.float32 else 0.25
-        for kind in (PlainProduct, PackedProduct):
+        for kind in (PlainProduct, PackedProduct, WidenedProduct):
             found = kind(weight, bias)(x)
             assert found.shape == (num_rows, 96) and found.dtype == dtype
             assert torch.allclose(found.double(), expected, atol=tolerance), kind
@@ -76,6 +76,14 @@ def test_form_decides():
     assert isinstance(product(Matrix(torch.randn(4, 4)), None), PlainProduct)
     assert isinstance(product(Matrix(torch.randn(512, 512)), None), PackedProduct)
     packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert isinstance(product(Matrix(torch.randn(4, 4).bfloat16()), None), PackedProduct if packs else PlainProduct)
+    assert isinstance(product(Matrix(torch.randn(4, 4).bfloat16()), None), WidenedProduct)
+    assert isinstance(product(Matrix(torch.randn(2, MAX_WIDENED).bfloat16()), None), PackedProduct if packs else PlainProduct)
     with pytest.raises(ValueError, match="block scales"):
         Linear(Matrix(torch.zeros(4, 4).to(torch.float8_e4m3fn)))
+
+
+def test_copies_are_counted():
+    """In bytes of the run type, so that the memory budget knows them."""
+    assert Linear(Matrix(torch.randn(4, 4))).copied_bytes == 0
+    assert Linear(Matrix(torch.randn(4, 4).bfloat16())).copied_bytes == 4 * 4 * 4
+    assert Linear(Matrix(torch.randn(512, 512))).copied_bytes == 512 * 512 * 4

@@ -33,7 +33,7 @@ def test_many_bfloat16_rows_are_rounded_twice_at_most(scale):
     normed = torch.nn.functional.rms_norm(x.double(), (64,), None, 1e-6).bfloat16()
     found = RMSNorm(weight, 1e-6)(x)
     assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.double(), (normed * weight).double(), rtol=2 ** -7, atol=0)
+    assert torch.allclose(found.double(), (normed * weight).double(), rtol=2 ** -6, atol=0)
     assert (found == normed * weight).float().mean() > 0.99  # else a rounding the other way
 
 
