@@ -1,12 +1,14 @@
 """Prefill, prefix hits and decode of a server, beside Hugging Face transformers and any other server, turn by turn in one run.
 
     python benchmark/bench_serving.py [--model-path FOLDER_OR_GGUF] [--dtype bfloat16] [--repeats 3] [--peer vllm=http://127.0.0.1:8000 ...]
+                                      [--llama-gguf FILE]
 
-Without --base-url a server of our own is started. Peers are servers with /v1/completions that take token ids (vLLM, llama.cpp); start them
-yourself with the same model, type and cores. Every repeat asks all engines the same questions one after the other, so that a busy
-neighbour hits all of them; compare ratios, not runs. Prefill = prompt tokens / time to first token.
+Without --base-url a server of our own is started. Peers are servers with /v1/completions that take token ids (vLLM); start them yourself with
+the same model, type and cores. llama.cpp runs in this process, without HTTP. Every repeat asks all engines the same questions one after the
+other, so that a busy neighbour hits all of them; compare ratios, not runs. Prefill = prompt tokens / time to first token.
 """
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -137,6 +139,7 @@ def main() -> None:
     parser.add_argument("--base-url", help="an sglane server that runs already")
     parser.add_argument("--peer", action="append", default=[], help="name=URL of another server")
     parser.add_argument("--peer-model", default="default", help="model name that peers expect")
+    parser.add_argument("--llama-gguf", help="the same weights as a GGUF file, for llama.cpp (package llama-cpp-python)")
     parser.add_argument("--no-hf", action="store_true")
     args = parser.parse_args()
     config = load_model_config(args.model_path, None)
@@ -149,6 +152,10 @@ def main() -> None:
     for peer in args.peer:
         name, _, url = peer.partition("=")
         peers[name] = OpenAIServer(url.rstrip("/"), args.peer_model)
+    if args.llama_gguf:
+        from llama_engine import LlamaCpp
+
+        peers["llama.cpp"] = LlamaCpp(args.llama_gguf, len(os.sched_getaffinity(0)))
     if args.base_url:
         report(measure({"sglane": Native(args.base_url.rstrip("/")), **peers}, config.vocab_size, args.repeats, args.num_new))
         return
