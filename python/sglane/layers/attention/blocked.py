@@ -14,6 +14,8 @@ from sglane.layers.attention.cost import tile_shape
 
 #: Below this number of (entry, kv head) pairs, products of bfloat16 decode rows are dominated by their set-up.
 FEW_MATRICES = 8
+#: Bytes of keys from which copying them for products of bfloat16 decode rows takes longer than fused attention, which reads them where they lie.
+MANY_KEY_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: f
     """
     b, num_kv_heads, group, head_dim = q.shape
     num_keys, value_dim = k.shape[1], v.shape[3]
-    if not want_lse and _fused_is_faster(q, value_dim):
+    if not want_lse and _fused_is_faster(q, k, value_dim):
         visible = None if hidden is None else hidden.logical_not()[:, None, None]
         o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), visible, scale=scale)
         return o, None
@@ -94,12 +96,12 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: f
     return o.view(b, num_kv_heads, group, value_dim), lse.view(b, num_kv_heads, group)
 
 
-def _fused_is_faster(q: Tensor, value_dim: int) -> bool:
+def _fused_is_faster(q: Tensor, k: Tensor, value_dim: int) -> bool:
     """On CPU torch's fused attention reads strided keys without a copy (float32: up to 3.5 times faster); many small bfloat16 matrices are
     faster as products. It needs equal widths of keys and values."""
     if q.device.type != "cpu" or q.shape[3] != value_dim:
         return False
-    return q.dtype == torch.float32 or len(q) * q.shape[1] < FEW_MATRICES
+    return q.dtype == torch.float32 or len(q) * q.shape[1] < FEW_MATRICES or k.numel() * k.itemsize >= MANY_KEY_BYTES
 
 
 def _row_scores(queries: Tensor, keys: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ class ExtendKeys:
 
 
 def bucket_rows(plane: Plane, layer: int, bucket: DecodeBucket) -> Tensor:
-    """[b, num_keys, width]; rows without a valid token are zero."""
+    """[b, P * page_size, width]; rows without a valid token are zero."""
     b, num_pages = bucket.rows.shape
     pages = plane.pages(layer, bucket.rows.view(-1))
     if bucket.stale is not None:
         pages.view(-1, plane.width).index_fill_(0, bucket.stale, 0.0)
-    return pages.view(b, num_pages * plane.page_size, plane.width)[:, :bucket.num_keys]
+    return pages.view(b, num_pages * plane.page_size, plane.width)

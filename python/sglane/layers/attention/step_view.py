@@ -32,15 +32,17 @@ class PageGather:
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """Continues of similar length whose rows in this lane are gathered together."""
+    """Continues of similar length whose rows in this lane are gathered together.
+
+    Whole pages are: a width that grew with every step would make oneDNN build new kernels for every step.
+    """
 
     index: Tensor  # int64 [b] among the step's continues
     whole: bool  # all continues of the step, in their order
     rows: Tensor  # int64 [b, P] pool rows in this lane, padded with row 0
     page_starts: Tensor  # int64 [b, P] position of each page's first token
-    num_keys: int  # longest of the bucket, in this lane
-    stale: Tensor | None  # int64: gathered rows, of [b * P * page_size], that hold no valid token; None if there are none within num_keys
-    hidden: Tensor | None  # bool [b, num_keys]: the same as a mask
+    stale: Tensor | None  # int64: gathered rows, of [b * P * page_size], that hold no valid token; None if there are none
+    hidden: Tensor | None  # bool [b, P * page_size]: the same as a mask
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,9 @@ def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray
         place = packed[index, :width]
         valid = np.arange(width)[None] < lane_pages[index][:, None]
         rows = np.where(valid, np.take_along_axis(table[index], place, 1) // cp_size, 0)
-        most = int(lane_keys[index].max())
-        beyond = np.arange(width * page_size)[None] >= lane_keys[index][:, None]  # [b, P * page_size]
-        hidden = beyond[:, :most]
+        hidden = np.arange(width * page_size)[None] >= lane_keys[index][:, None]  # [b, P * page_size]
         buckets.append(DecodeBucket(
-            torch.from_numpy(index).to(device), whole, torch.from_numpy(rows).to(device), torch.from_numpy(place * page_size).to(device), most,
-            torch.from_numpy(np.flatnonzero(beyond)).to(device) if hidden.any() else None,
-            torch.from_numpy(np.ascontiguousarray(hidden)).to(device) if hidden.any() else None))
+            torch.from_numpy(index).to(device), whole, torch.from_numpy(rows).to(device), torch.from_numpy(place * page_size).to(device),
+            torch.from_numpy(np.flatnonzero(hidden)).to(device) if hidden.any() else None,
+            torch.from_numpy(hidden).to(device) if hidden.any() else None))
     return buckets
