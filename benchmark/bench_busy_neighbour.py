@@ -1,6 +1,6 @@
 """Decode throughput of a server alone and beside one busy process of equal niceness, turn by turn in one run.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmark/bench_busy_neighbour.py [--repeats 7] [--num-new 96] [--model-path FOLDER_OR_GGUF]
+    python benchmark/bench_busy_neighbour.py [--repeats 7] [--num-new 96] [--model-path FOLDER_OR_GGUF]
 
 Two models (random with 2 layers; the default one or --model-path), 1 and 16 streams. Every pair is one measurement alone and one with the neighbour,
 in alternating order; the ratio of a pair is what counts, not the rates: the machine must be quiet otherwise.

@@ -12,7 +12,7 @@ SGLANE_POISON = _flag("SGLANE_POISON")
 SGLANE_DEBUG_LEDGER = _flag("SGLANE_DEBUG_LEDGER")
 #: Fault injection for tests, JSON: {"rank": 1, "point": "forward" | "exchange" | "result", "sleep_ms": 50}.
 SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
-#: Compute threads of each executor rank; 0: by step size and number of cores.
+#: Compute threads of each executor rank; 0: by step size and the cores that other processes leave free.
 SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))
 #: Folder for what is converted once and used again, such as the tokenizer of a GGUF file; default: ~/.cache/sglane.
 SGLANE_CACHE_DIR = os.environ.get("SGLANE_CACHE_DIR") or os.path.expanduser("~/.cache/sglane")
