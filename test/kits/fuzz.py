@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from kits.fuzz_corpus import CORPUS, CURIOUS_HEADERS, CURIOUS_KINDS, CURIOUS_PATHS, INSERTS, NUMBERS, OPTIONAL, TEXTS
+from kits.fuzz_corpus import CORPUS, CURIOUS_HEADERS, CURIOUS_KINDS, CURIOUS_PATHS, INSERTS, NUMBERS, OPERATOR, OPTIONAL, TEXTS
 
 TIMEOUT_S = 60.0
 CONCURRENCY = 8
@@ -68,10 +68,13 @@ class HasOpenApi(Protocol):
 
 
 def schema_fields(server: HasOpenApi) -> dict[str, list[str]]:
-    """POST route -> names of its body's fields, from /openapi.json. Raises AssertionError for a POST route without a corpus."""
+    """POST route -> names of its body's fields, from /openapi.json. Raises AssertionError for a POST route without a corpus.
+
+    Left out are OPERATOR routes.
+    """
     fields = {}
     for path, operations in server.get("/openapi.json").json()["paths"].items():
-        if "post" in operations:
+        if "post" in operations and path not in OPERATOR:
             content = operations["post"].get("requestBody", {}).get("content", {})
             fields[path] = list(content.get(JSON_TYPE, {}).get("schema", {}).get("properties", {}))
     missing = set(fields) - set(CORPUS)

@@ -56,7 +56,10 @@ CORPUS: dict[str, list[dict[str, Any]]] = {
     "/v1/detokenize": [{"tokens": [1]}],
     "/abort_request": [{"rid": "named"}, {"rid": ["native", "r1"]}, {"abort_all": True}, {}],
     "/flush_cache": [{}],
+    "/configure_logging": [{"log_requests": False}, {"log_level": "warning"}],
 }
+#: Routes that stop everybody's work or slow it down, as they should: a valid body would end the run. They have tests of their own.
+OPERATOR = frozenset({"/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"})
 OPTIONAL: dict[str, dict[str, Any]] = {
     "/generate": {**NATIVE, "sampling_params": {**SAMPLING, **GRAMMARS, "max_new_tokens": 4, "min_new_tokens": 1, "sampling_seed": 4}},
     "/v1/completions": {**SAMPLING, **OPENAI, **GRAMMARS, "echo": True, "logprobs": 2},

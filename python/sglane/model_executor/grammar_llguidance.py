@@ -17,7 +17,7 @@ MAX_CACHED = 256
 #: The library's name for each of our kinds.
 FORMATS = {"json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
 #: A rule for text up to the end of the thoughts, and the answer as a grammar of its own; by Grammar.thoughts.
-STARTS = {"": "start: @answer", "inside": "start: thoughts SPACE @answer", "maybe": 'start: SPACE ("<think>" thoughts SPACE)? @answer'}
+STARTS = {"": "start: @answer", "inside": "start: thoughts SPACE @answer", "maybe": 'start: (SPACE "<think>" thoughts SPACE)? @answer'}
 #: no_forcing: where only one text can follow, any way to spell it by tokens is allowed, not just the longest tokens.
 OPTIONS = '%llguidance {"no_forcing": true}\n'
 AFTER_THOUGHTS = f"\nthoughts[lazy]: /(.|\\n)*<\\/think>/\nSPACE: /{SPACE_AT_THOUGHTS}/"

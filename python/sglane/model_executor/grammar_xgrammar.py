@@ -55,8 +55,10 @@ def thoughts_of(thoughts: str) -> xgrammar.Grammar:
     """What stands before the answer; see Grammar.thoughts."""
     tag = {"type": "tag", "begin": "<think>" if thoughts == "maybe" else "", "content": {"type": "any_text"}, "end": "</think>"}
     space = {"type": "regex", "pattern": SPACE_AT_THOUGHTS}
-    elements = [space, {"type": "optional", "content": tag}, space] if thoughts == "maybe" else [tag, space]
-    return xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}))
+    shape: dict[str, object] = {"type": "sequence", "elements": [tag, space]}
+    if thoughts == "maybe":  # without thoughts there is no space either: it would be part of the answer
+        shape = {"type": "optional", "content": {"type": "sequence", "elements": [space, tag, space]}}
+    return xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": shape}))
 
 
 class XMatcher:

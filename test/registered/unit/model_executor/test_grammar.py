@@ -180,6 +180,7 @@ def test_thoughts_may_be_left_out(grammars):
     first = set(allowed(grammars.mask(Grammar("regex", "[A-C]+", thoughts="maybe")), []))
     assert {*ids("<ABC")} <= first and not {END_ID, *ids("Dx{")} & first
     assert allowed(grammars.mask(Grammar("regex", "[A-C]+", thoughts="maybe")), ids("<")) == ids("t")
+    assert not set(ids("ABC")) & set(allowed(grammars.mask(Grammar("regex", "[A-C]+", thoughts="maybe")), ids(" "))), "space is no part of the answer"
 
 
 def test_a_ticket_ends_when_the_grammar_is_there(tmp_path, backend):
