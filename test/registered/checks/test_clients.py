@@ -14,7 +14,7 @@ from clients.runs.canitoolcall import is_fair
 from clients.runs.counted import count_of
 from kits.structure.source import REPO
 
-FAST = ("openai", "llm", "sglang-bench", "sglang-router", "canitoolcall", "schemathesis")
+FAST = ("openai", "llm", "sglang-bench", "sglang-router", "canitoolcall")
 
 
 @pytest.fixture
