@@ -20,7 +20,8 @@ def run(bench: Bench) -> str:
     output = bench.run(
         bench.environment.program("schemathesis"), "run", schema, "--checks", "all", "--exclude-checks", NOT_FOR_US,
         "--exclude-path-regex", OPERATOR, "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", NUM_EXAMPLES, "--seed", 1,
-        "--request-timeout", 300, "--max-response-time", 300, "--suppress-health-check", "all", "--report", "junit", "--report-dir", "report", "--no-color",
+        "--request-timeout", 300, "--max-response-time", 300,
+        "--suppress-health-check", "all", "--report", "junit", "--report-dir", "report", "--no-color",
     )
     found = re.search(r"(\d+) generated", output)
     check(found and int(found[1]) > 100, f"too few cases: {output[-1000:]}")
