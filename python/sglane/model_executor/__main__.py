@@ -3,6 +3,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -88,7 +89,10 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
     tickets = grammars_of(spec, context, executor, stack)
     profiler = StepProfiler(spec.rank, device)
     sender.send(executor.ready(available))
+    work_ahead: Callable[[], bool] = bool  # before there is a pool: nothing to do
     while True:
+        while not receiver.poll(0) and work_ahead():
+            pass
         message = receiver.recv()
         if isinstance(message, StepPlan):
             sender.send(executor.run(message))
@@ -105,6 +109,7 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
             logging.getLogger().setLevel(message.level.upper())
         elif isinstance(message, PoolInit):
             executor.init_pool(message)
+            work_ahead = executor.work_ahead
             sender.send(PoolReady(spec.rank))
         elif isinstance(message, Stop):
             break

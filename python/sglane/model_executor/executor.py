@@ -73,6 +73,10 @@ class Executor:
         """Without this, no request may have a grammar."""
         self._grammars = grammars
 
+    def work_ahead(self) -> bool:
+        """Called while no plan is there: see KVPool.work_ahead."""
+        return self._pool.work_ahead()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Carry out one plan. Raises AssertionError on a gap in the numbers or a plan that does not fit the slot table."""
@@ -115,6 +119,7 @@ class Executor:
 
     def _append(self, slot: int, pages: np.ndarray) -> None:
         self._poison_new(pages)
+        self._pool.use(pages)
         self._table.append_pages(slot, pages)
 
     def _poison_new(self, pages: np.ndarray) -> None:

@@ -4,7 +4,8 @@ import logging
 import numpy as np
 import torch
 
-from sglane.layers.attention.plane import Plane, zero_rows
+from sglane.layers.attention.plane import Plane
+from sglane.model_executor.pool_memory import HostMemory, device_memory
 from sglane.plan.step_plan import PlaneSpec, TailCopy
 
 logger = logging.getLogger(__name__)
@@ -29,12 +30,24 @@ class KVPool:
         self._cp_size = cp_size
         self._rank = rank
         self._device = device
-        self.planes = {spec.name: zero_rows(spec.name, num_rows, spec.num_layers, page_size, spec.width, dtype, device) for spec in specs}
+        shapes = {spec.name: (num_rows, spec.num_layers, page_size, spec.width) for spec in specs}
+        self._memory = HostMemory(shapes, dtype) if device.type == "cpu" else None
+        buffers = self._memory.buffers if self._memory else device_memory(shapes, dtype, device)
+        self.planes = {name: Plane(name, buffer) for name, buffer in buffers.items()}
         num_bytes = num_rows * num_bytes_per_page(specs, page_size)
         logger.info("KV Cache is allocated. dtype: %s, #tokens: %d, KV size: %.2f GB", dtype, (num_rows - 1) * page_size, num_bytes / (1 << 30))
 
     def plane(self, name: str) -> Plane:
         return self.planes[name]
+
+    def use(self, pages: np.ndarray) -> None:
+        """Pages int32 [m] are about to be written for the first time or again."""
+        if self._memory is not None:
+            self._memory.use(int(pages.max(initial=0)) // self._cp_size)
+
+    def work_ahead(self) -> bool:
+        """Called while there is nothing else to do: a few milliseconds of what later steps would wait for. False: nothing is left to do."""
+        return self._memory is not None and self._memory.take_ahead()
 
     def copy_tail(self, copy: TailCopy) -> None:
         """Raises AssertionError if the pages lie in different lanes."""

@@ -4,6 +4,7 @@ The query heads that share a kv head are rows of one matrix product. Masks selec
 softmax, and callers pass finite rows only.
 """
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -39,11 +40,23 @@ def query_tiles(positions: np.ndarray, num_rows: int, dtype: torch.dtype, device
         at = positions[begin:begin + num_rows]
         num_keys, first_masked = int(at[-1]) + 1, int(at[0]) + 1
         mask = None
-        if first_masked < num_keys:
-            hidden = np.arange(first_masked, num_keys)[None] > at[:, None]
-            mask = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0))).to(device, dtype)
+        if num_keys - first_masked == len(at) - 1 > 0:
+            mask = _triangle(len(at), dtype, device)
+        elif first_masked < num_keys:
+            mask = _additive(at[:, None] < np.arange(first_masked, num_keys)[None], dtype, device)
         tiles.append(QueryTile(begin, begin + len(at), num_keys, first_masked, mask))
     return tiles
+
+
+@lru_cache(maxsize=64)
+def _triangle(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[num_rows, num_rows - 1]: row i of adjacent positions sees the first i of the keys after the first row's position."""
+    rows = np.arange(num_rows)
+    return _additive(rows[None, 1:] > rows[:, None], dtype, device)
+
+
+def _additive(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0))).to(device, dtype)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale: float) -> Tensor:
@@ -51,9 +64,10 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale:
     n, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, value_dim = v.shape
     group = num_heads // num_kv_heads
-    rows, heads = tile_shape(num_keys, num_kv_heads, group, q.itemsize)
+    rows, heads = tile_shape(n, num_keys, num_kv_heads, group, q.itemsize)
     grouped = (q * scale).view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
     out = q.new_empty((n, num_kv_heads, group, value_dim))
+    room = q.new_empty(heads * group * rows * num_keys)  # scores of one tile
     for tile in query_tiles(positions, rows, q.dtype, q.device):
         m = tile.end - tile.begin
         for h in range(0, num_kv_heads, heads):
@@ -61,10 +75,12 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale:
             queries = grouped[some, :, tile.begin:tile.end].reshape(-1, group * m, head_dim)
             # Without these copies (of several heads; of one, none is made) the products make slower ones of their own.
             keys, values = k[some, :tile.num_keys].contiguous(), v[some, :tile.num_keys].contiguous()
-            scores = torch.bmm(queries, keys.transpose(1, 2))  # [h, G * m, T']
+            scores = room[:len(queries) * group * m * tile.num_keys].view(-1, group * m, tile.num_keys)
+            torch.bmm(queries, keys.transpose(1, 2), out=scores)
             if tile.mask is not None:
-                scores.view(-1, group, m, tile.num_keys)[..., tile.first_masked:].add_(tile.mask)
-            o = torch.bmm(scores.softmax(-1), values)  # [h, G * m, Dv]
+                scores.view(-1, m, tile.num_keys)[..., tile.first_masked:].add_(tile.mask)
+            torch.softmax(scores, -1, out=scores)  # row by row, so in place; new memory for every tile would cost as much again
+            o = torch.bmm(scores, values)  # [h, G * m, Dv]
             out[tile.begin:tile.end, some] = o.view(-1, group, m, value_dim).permute(2, 0, 1, 3)
     return out.view(n, num_heads, value_dim)
 

@@ -21,10 +21,13 @@ def mla_expanded(num_queries: int, num_keys: int, dims: tuple[int, int, int, int
     return expanded < absorbed
 
 
-def tile_shape(num_keys: int, num_kv_heads: int, heads_per_kv: int, itemsize: int) -> tuple[int, int]:
+def tile_shape(num_queries: int, num_keys: int, num_kv_heads: int, heads_per_kv: int, itemsize: int) -> tuple[int, int]:
     """(query rows, kv heads) of one tile, so that its scores stay within TILE_ELEMENTS where possible. itemsize: bytes of a score."""
     per_row = max(num_keys * heads_per_kv, 1)
-    rows = max(1, min(TILE_ROW_BYTES // itemsize, TILE_ELEMENTS // per_row))
+    rows = TILE_ROW_BYTES // itemsize
+    if num_queries <= 2 * rows:
+        rows = num_queries  # a second tile would cost more than it saves at the diagonal
+    rows = max(1, min(rows, TILE_ELEMENTS // per_row))
     heads = max(1, min(num_kv_heads, TILE_ELEMENTS // (per_row * rows)))
     return rows, heads
 

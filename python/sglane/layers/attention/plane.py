@@ -1,8 +1,4 @@
 """One plane of the KV pool on one rank: [rows, layers, page_size, width], page first."""
-import math
-
-import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -44,11 +40,3 @@ class Plane:
     def fill(self, rows: Tensor, value: float) -> None:
         """Overwrite whole rows, int64 [m], all layers."""
         self.buffer.index_fill_(0, rows, value)
-
-
-def zero_rows(name: str, num_rows: int, num_layers: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device) -> Plane:
-    """A plane of zeros. On CPU the memory is only taken when a page is first written: `torch.zeros` would touch all of it (15 s for 4 GiB)."""
-    shape = (num_rows, num_layers, page_size, width)
-    if device.type == "cpu":
-        return Plane(name, torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape))
-    return Plane(name, torch.zeros(shape, dtype=dtype, device=device))
