@@ -25,6 +25,8 @@ Prompts = list[list[int]]
 LENGTHS = (1024, 2048)
 DECODE_PROMPT = 128
 HIT_SHARE = 0.9
+#: Between two measurements: compute threads of the engine before spin for some milliseconds after their last product.
+PAUSE_S = 0.1
 
 
 class Engine(Protocol):
@@ -111,6 +113,7 @@ def measure(engines: dict[str, Engine], vocab_size: int, repeats: int, num_new: 
     for _ in range(repeats):
         for case, action in cases(prompt, num_new).items():
             for name, engine in engines.items():
+                time.sleep(PAUSE_S)
                 results.setdefault(case, {}).setdefault(name, []).append(action(engine))
     return results
 

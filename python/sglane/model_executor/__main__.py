@@ -1,4 +1,5 @@
 """Process of one rank: `python -m sglane.model_executor`, told what to do by a ProcessSpec (JSON) on standard input."""
+import gc
 import logging
 import signal
 import sys
@@ -110,6 +111,7 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
         elif isinstance(message, PoolInit):
             executor.init_pool(message)
             work_ahead = executor.work_ahead
+            gc.freeze()  # libraries and model stay: walking them takes 100 ms, which would hit some step
             sender.send(PoolReady(spec.rank))
         elif isinstance(message, Stop):
             break

@@ -106,6 +106,7 @@ class Executor:
             self._table.update_row(update)
         self._pool.poison(np.frombuffer(plan.poison, np.int32))
         for start in plan.starts:
+            self._pool.use(np.frombuffer(start.pages, np.int32))
             self._table.start(start)
         for copy in plan.tail_copies:
             self._poison_new(np.array([copy.dst_page], np.int32))
