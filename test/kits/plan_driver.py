@@ -6,7 +6,6 @@ import numpy as np
 
 from kits.thread_ranks import ThreadGroup
 from sglane import environ
-from sglane.distributed.groups import Groups
 from sglane.model_executor.executor import Executor
 from sglane.plan.io_struct import SamplingParams
 from sglane.plan.step_plan import Continues, Extend, LogprobBlock, PoolInit, SlotStart, StepPlan, StepResult, TailCopy
@@ -31,8 +30,7 @@ def start_ranks(config: object, model: object, page_size: int, cp_size: int = 1,
     environ.SGLANE_NUM_THREADS = 1
     args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
     group = ThreadGroup(cp_size)
-    groups = [Groups(group.exchange(rank), group.exchange(rank)) if cp_size > 1 else None for rank in range(cp_size)]
-    executors = [Executor(config, model, args, rank, groups[rank], tap=tap) for rank in range(cp_size)]
+    executors = [Executor(config, model, args, rank, group.groups(rank) if cp_size > 1 else None, tap=tap) for rank in range(cp_size)]
     for executor in executors:
         executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))
     if cp_size == 1:

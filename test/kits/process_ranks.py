@@ -31,6 +31,10 @@ def gather_worker(rank: int, groups: Groups, pipe: Connection) -> None:
     values = torch.arange(total * 2.0).view(total, 2)
     own = values[sum(counts[:rank]):sum(counts[:rank + 1])]
     assert torch.equal(exchange.gather_rows(own, 3, inverse), values[[i for i in order if i < total]])
+    parts = torch.arange(exchange.size * 3.0).view(exchange.size, 3) * 10 ** rank
+    expected = sum(torch.arange(exchange.size * 3.0).view(exchange.size, 3)[rank] * 10 ** r for r in range(exchange.size))
+    assert torch.equal(groups.experts.reduce_scatter(parts), expected)
+    groups.prefetch.barrier()
     assert groups.step.all_gather(torch.tensor([rank])).flatten().tolist() == list(range(exchange.size))
     pipe.send("done")
 

@@ -9,7 +9,6 @@ import torch
 from kits.engine import Engine
 from kits.thread_ranks import ThreadGroup
 from sglane.configs.model_config import load_model_config
-from sglane.distributed.groups import Groups
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.model_executor.executor import Executor, Grammars
 from sglane.model_executor.loader import load_model
@@ -30,9 +29,9 @@ class OneRank:
 class ThreadRanks:
     """Executors of all ranks, one thread each."""
 
-    def __init__(self, executors: list[Executor], attention: ThreadGroup):
+    def __init__(self, executors: list[Executor], group: ThreadGroup):
         self._executors = executors
-        self._group = attention
+        self._group = group
 
     def run(self, plan: StepPlan) -> list[StepResult]:
         return self._group.run(lambda rank: self._executors[rank].run(plan))
@@ -59,17 +58,15 @@ class TinyModel:
     def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
               make_grammars: Callable[[], Grammars] | None = None, **limits: Any) -> Engine:
         """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank."""
-        attention, step = ThreadGroup(cp_size), ThreadGroup(cp_size)
         num_rows = num_pages // cp_size + 1
-        executors = []
+        group, executors = ThreadGroup(cp_size), []
         for rank in range(cp_size):
-            groups = Groups(attention.exchange(rank), step.exchange(rank))
-            executor = Executor(self.config, self.weights, self._args(page_size, cp_size), rank, groups)
+            executor = Executor(self.config, self.weights, self._args(page_size, cp_size), rank, group.groups(rank))
             if make_grammars is not None:
                 executor.use_grammars(make_grammars())
             executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
             executors.append(executor)
-        return Engine(ThreadRanks(executors, attention), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)
+        return Engine(ThreadRanks(executors, group), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)
 
     def _args(self, page_size: int, cp_size: int = 1) -> ServerArgs:
         return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)

@@ -1,4 +1,5 @@
 """Ranks as threads of the test process: the exchanges of a group without processes or sockets."""
+import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -6,6 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from sglane.distributed.groups import Groups
 
 Result = TypeVar("Result")
 
@@ -35,18 +38,28 @@ class ThreadExchange:
         padded[:len(x)] = x
         return self.all_gather(padded).flatten(0, 1)[inverse]
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_gather(x)[:, self.rank].sum(0)
+
+    def barrier(self) -> None:
+        self._barrier.wait()
+
 
 class ThreadGroup:
-    """`size` ranks; `exchange(rank)` and `run` may be used again and again."""
+    """`size` ranks with one communicator for each purpose; they and `run` may be used again and again."""
 
     def __init__(self, size: int):
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=60)
-        boxes: list[Tensor | None] = [None] * size
-        self._exchanges = [ThreadExchange(rank, boxes, self._barrier) for rank in range(size)]
+        self._barriers = [threading.Barrier(size, timeout=60) for _ in dataclasses.fields(Groups)]
+        boxes: list[list[Tensor | None]] = [[None] * size for _ in self._barriers]
+        self._exchanges = [[ThreadExchange(rank, *made) for made in zip(boxes, self._barriers)] for rank in range(size)]
 
     def exchange(self, rank: int) -> ThreadExchange:
-        return self._exchanges[rank]
+        """Any one communicator."""
+        return self._exchanges[rank][0]
+
+    def groups(self, rank: int) -> Groups:
+        return Groups(*self._exchanges[rank])
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
         """Call work(rank) on all threads and return the results in rank order; the first failure is raised."""
@@ -55,7 +68,8 @@ class ThreadGroup:
             errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             raise error
-        assert len({exchange.num_calls for exchange in self._exchanges}) == 1, "ranks made different numbers of calls"
+        calls = {tuple(exchange.num_calls for exchange in exchanges) for exchanges in self._exchanges}
+        assert len(calls) == 1, f"ranks made different numbers of calls: {calls}"
         return [future.result() for future in futures]
 
     def _guarded(self, work: Callable[[int], Result], rank: int) -> Result:
@@ -67,4 +81,5 @@ class ThreadGroup:
             return result
         finally:
             if not done:
-                self._barrier.abort()  # so that the others end too
+                for barrier in self._barriers:  # so that the others end too
+                    barrier.abort()

@@ -13,15 +13,18 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Groups:
-    """attention: rows and partial results inside a layer. step: the exchange that ends each step, always on CPU tensors."""
+    """attention: rows and partial results inside a layer. experts: rows of mixture-of-experts layers. prefetch: prefix rows of the next layer.
+    step: the exchange that ends each step, always on CPU tensors."""
 
     attention: Exchange
+    experts: Exchange
+    prefetch: Exchange
     step: Exchange
 
 
 def local_groups() -> Groups:
     """One rank: nothing to set up."""
-    return Groups(LocalExchange(), LocalExchange())
+    return Groups(LocalExchange(), LocalExchange(), LocalExchange(), LocalExchange())
 
 
 def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str) -> Groups:
@@ -29,11 +32,8 @@ def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str) -> G
     if cp_size == 1:
         return local_groups()
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=cp_size, timeout=COLLECTIVE_TIMEOUT)
-    ranks = list(range(cp_size))
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    attention = dist.new_group(ranks, backend=backend, timeout=COLLECTIVE_TIMEOUT)
-    step = dist.new_group(ranks, backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    return Groups(CollectiveExchange(attention), CollectiveExchange(step))
+    backends = ["nccl" if device_type == "cuda" else "gloo"] * 3 + ["gloo"]
+    return Groups(*(CollectiveExchange(dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)) for backend in backends))
 
 
 def close_groups(groups: Groups) -> None:

@@ -31,3 +31,13 @@ class CollectiveExchange:
             padded[:x.shape[0]] = x
         gathered = self.all_gather(padded)  # [size, max_length, ...]
         return gathered.flatten(0, 1).index_select(0, inverse)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x [size, ...] -> [...] (see Exchange). An all-to-all and a sum, because the order of gloo's and NCCL's own sums depends on the size."""
+        found = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if x.numel():
+            dist.all_to_all_single(found.view(-1).view(torch.uint8), x.contiguous().view(-1).view(torch.uint8), group=self._group)
+        return found.sum(0)
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)

@@ -21,6 +21,14 @@ class Exchange(Protocol):
         """
         ...
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x [size, ...], same shape and type on every rank; returns [...]: the sum over ranks of their x[rank], added in rank order."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it. What a rank wrote to memory that others map is visible to them afterwards."""
+        ...
+
 
 class LocalExchange:
     """One rank."""
@@ -33,3 +41,9 @@ class LocalExchange:
 
     def gather_rows(self, x: Tensor, max_length: int, inverse: Tensor) -> Tensor:
         return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x[0]
+
+    def barrier(self) -> None:
+        pass
