@@ -75,12 +75,12 @@ def decode_rate(streams: list[Stream]) -> float:
 
 
 @contextlib.contextmanager
-def own_server(*flags: str) -> Iterator[tuple[str, float]]:
-    """`python -m sglane.launch_server` with the flags: its URL, and the seconds from start to ready."""
+def own_server(*flags: str, variables: dict[str, str] | None = None) -> Iterator[tuple[str, float]]:
+    """`python -m sglane.launch_server` with the flags and environment variables: its URL, and the seconds from start to ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(PYTHON_ROOT), os.environ.get("PYTHONPATH")]))}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(PYTHON_ROOT), os.environ.get("PYTHONPATH")])), **(variables or {})}
     url = f"http://127.0.0.1:{port}"
     begin = time.perf_counter()
     with tempfile.TemporaryFile() as log:

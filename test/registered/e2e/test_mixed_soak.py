@@ -23,7 +23,8 @@ MAX_GROWTH_BYTES = 16 << 20
 
 def resident(server):
     """Bytes by process name; the grammar worker comes and goes."""
-    family = {"front": psutil.Process(server.pid), "executor": server.processes("executor")[0], "planner": server.processes("planner")[0]}
+    family = {"front": psutil.Process(server.pid), "planner": server.processes("planner")[0]}
+    family |= {f"executor {i}": process for i, process in enumerate(server.processes("executor"))}
     return {name: process.memory_info().rss for name, process in family.items()}
 
 
@@ -38,10 +39,13 @@ def growth(samples):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("num_requests", "seed"), [(300, 1), pytest.param(2000, 2, marks=pytest.mark.slow)])
-def test_mixed_soak(tmp_path, num_requests, seed):
+@pytest.mark.parametrize(("num_requests", "seed", "cp_size"), [
+    (300, 1, 1), (120, 3, 2), pytest.param(2000, 2, 1, marks=pytest.mark.slow), pytest.param(2000, 4, 4, marks=pytest.mark.slow),
+])
+def test_mixed_soak(tmp_path, num_requests, seed, cp_size):
     folder = with_text("llama", tmp_path)
-    with Server("--model-path", str(folder), *FLAGS, env={"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}) as server:
+    lanes = ("--cp-size", str(cp_size), "--enable-cp-shared-kv") if cp_size > 1 else ()
+    with Server("--model-path", str(folder), *FLAGS, *lanes, env={"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}) as server:
         canary = Canary.record(server)
         load, samples, ends = MixedLoad(server.url, seed), [], {}
         for number in range(NUM_ROUNDS):
