@@ -17,7 +17,7 @@ def test_two_processes_give_the_tokens_of_the_reference():
         drive = PlanDriver(run_on(pipes), 16, 2, 40)
         for slot, n in enumerate(lengths):
             drive.start(slot, ref[f"prompt.{n}"].tolist(), greedy())
-        drive.step({slot: 32 for slot in range(3)})
+        drive.step(dict.fromkeys(range(3), 32))
         while drive.slots[0].fed < lengths[0]:
             drive.step({0: 32}, [1, 2])
         while min(len(running.outputs) for running in drive.slots.values()) < 6:
