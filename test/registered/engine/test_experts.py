@@ -61,27 +61,27 @@ def test_more_ranks_than_experts():
 def test_every_rank_gathers_only_the_rows_that_a_layer_computes(monkeypatch):
     """The last layer: none in a chunk that is not the last, one for a sampled token, all that are scored for prompt log probabilities."""
     model, ref = load("glm_moe_dsa")
-    made = []
+    calls = []
 
     class Recorded(expert_rows.ExchangedRows):
-        def __init__(self, exchange, max_rows):
-            super().__init__(exchange, max_rows)
-            made.append((exchange.rank, max_rows))
+        def __call__(self, experts, x, ids, weights):
+            calls.append((self._exchange.rank, self._max_rows))
+            return super().__call__(experts, x, ids, weights)
 
     monkeypatch.setattr(expert_rows, "ExchangedRows", Recorded)
     engine = model.ranks(2, page_size=4, chunk=32, overlap=False)
     engine.add("plain", ref["prompt.64"].numpy(), 2)
     engine.run()
     for rank in range(2):
-        # Two chunks of 32 tokens in 8 pages, then one decode; each with the rows of all layers but the last, and those of the last.
-        assert [rows for r, rows in made if r == rank] == [16, 0, 16, 1, 1, 1]
-    made.clear()
+        # Two chunks of 32 tokens in 8 pages, then one decode; three layers have experts.
+        assert [rows for r, rows in calls if r == rank] == [16, 16, 0, 16, 16, 1, 1, 1, 1]
+    calls.clear()
     engine = model.ranks(2, page_size=4, chunk=32, overlap=False)
     engine.add("scored", ref["prompt.64"].numpy(), 1, sampling={"logprobs": True}, logprob_start=51)
     engine.run()
     for rank in range(2):
         # Rows 50.. score tokens 51..: none in the first chunk; in the second, 6 in the pages of one lane and 8 in those of the other.
-        assert [rows for r, rows in made if r == rank] == [16, 0, 16, 8]
+        assert [rows for r, rows in calls if r == rank] == [16, 16, 0, 16, 16, 8]
 
 
 def test_each_rank_holds_its_share():
