@@ -74,7 +74,7 @@ class TinyModel:
 
     def shards(self, cp_size: int) -> list[CausalLM]:
         """The weights of each rank; dense models are whole on all of them."""
-        if self.config.moe is None:
+        if cp_size == 1 or self.config.moe is None:
             return [self.weights] * cp_size
         if cp_size not in self._shards:
             self._shards[cp_size] = [self._load(ExpertShard(rank, cp_size)) for rank in range(cp_size)]

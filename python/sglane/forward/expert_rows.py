@@ -15,6 +15,11 @@ ALIGNMENT = 8
 class RoutedExperts(Protocol):
     """The routed experts of one layer that this rank holds."""
 
+    @property
+    def shard(self) -> tuple[int, int]:
+        """(rank, number of ranks) that they were divided for."""
+        ...
+
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """All experts are here. x [n, hidden], ids int64 [n, k], weights float32 [n, k]; returns the weighted sums [n, hidden] in x's type."""
         ...
@@ -36,6 +41,7 @@ class LocalRows:
     """One rank holds all experts: nothing moves."""
 
     def __call__(self, experts: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        assert experts.shard[1] == 1, f"one rank needs all experts, but holds those of rank {experts.shard[0]} of {experts.shard[1]}"
         return experts(x, ids, weights)
 
 
@@ -53,6 +59,8 @@ class ExchangedRows:
     def __call__(self, experts: RoutedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self._max_rows == 0:
             return x  # no rank has a row
+        ranks = (self._exchange.rank, self._exchange.size)
+        assert experts.shard == ranks, f"rank {ranks[0]} of {ranks[1]} holds the experts of rank {experts.shard[0]} of {experts.shard[1]}"
         packed = self._exchange.all_gather(pack(x, ids, weights, self._max_rows)).flatten(0, 1)  # uint8 [N * max_rows, row bytes]
         sums = experts.partial(*unpack(packed, x.shape[1], ids.shape[1], x.dtype))  # float32 [N * max_rows, hidden]
         own = self._exchange.reduce_scatter(sums.unflatten(0, (self._exchange.size, self._max_rows)))

@@ -7,15 +7,16 @@ from sglane.forward.expert_rows import ExpertRows
 from sglane.layers.linear import Linear
 from sglane.layers.mlp import GatedMLP
 from sglane.layers.moe.router import Router
-from sglane.layers.moe.shard import ExpertShard
+from sglane.layers.moe.shard import ALL_EXPERTS, ExpertShard
 from sglane.layers.weights import WeightSource
 
 
 class Experts:
     """A list of feed-forward layers, applied to the rows that chose them. See RoutedExperts."""
 
-    def __init__(self, experts: list[GatedMLP], first: int = 0):
-        """first: id of the first of `experts`; the others follow."""
+    def __init__(self, experts: list[GatedMLP], shard: ExpertShard = ALL_EXPERTS, first: int = 0):
+        """experts: those of `shard`. first: id of the first one; the others follow."""
+        self.shard = shard
         self._experts = experts
         self._first = first
 
@@ -30,11 +31,11 @@ class Experts:
             for e in range(config.num_experts):
                 if e not in held:
                     GatedMLP.expect(weights, f"{prefix}{e}.", hidden_size, size)
-            return Experts([GatedMLP.load(weights, f"{prefix}{e}.", hidden_size, size) for e in held], held.start)
+            return Experts([GatedMLP.load(weights, f"{prefix}{e}.", hidden_size, size) for e in held], shard, held.start)
         weights.expect(f"{prefix}gate_up_proj", (config.num_experts, 2 * size, hidden_size))
         weights.expect(f"{prefix}down_proj", (config.num_experts, hidden_size, size))
         return Experts([GatedMLP(Linear(weights.matrix(f"{prefix}gate_up_proj", (2 * size, hidden_size), e)),
-                                 Linear(weights.matrix(f"{prefix}down_proj", (hidden_size, size), e))) for e in held], held.start)
+                                 Linear(weights.matrix(f"{prefix}down_proj", (hidden_size, size), e))) for e in held], shard, held.start)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """See RoutedExperts: this rank holds every expert."""

@@ -119,10 +119,11 @@ class Counted:
 def sharded(x_of, max_rows, layers, router, shared, group):
     """Outputs, ids and the rows that experts computed, of all ranks; x_of: the local rows of each."""
     def work(rank):
-        held = ExpertShard(rank, len(x_of)).held(len(layers))
+        shard = ExpertShard(rank, len(x_of))
+        held = shard.held(len(layers))
         experts = [Counted(layers[e]) for e in held]
         rows = expert_rows(group.groups(rank).experts, max_rows)
-        found = MoE(router, Experts(experts, held.start), shared)(x_of[rank], rows)
+        found = MoE(router, Experts(experts, shard, held.start), shared)(x_of[rank], rows)
         return found, router(x_of[rank])[0], sum(expert.num_rows for expert in experts)
 
     return [list(part) for part in zip(*group.run(work))]
@@ -151,6 +152,16 @@ def test_no_exchange_if_no_rank_has_rows():
     group = ThreadGroup(3)
     found, _, _ = sharded([torch.zeros(0, HIDDEN)] * 3, 0, [mlp(0)[0]] * 8, Router(torch.randn(8, HIDDEN), torch.randn(8), CONFIG), None, group)
     assert [part.shape for part in found] == [(0, HIDDEN)] * 3 and group.groups(0).experts.num_calls == 0
+
+
+@pytest.mark.parametrize(("shard", "size"), [(ExpertShard(0, 1), 2), (ExpertShard(1, 2), 2), (ExpertShard(0, 2), 3), (ExpertShard(0, 2), 1)])
+def test_experts_of_another_rank_are_refused(shard, size):
+    """Sums over such experts would count some twice and others not at all."""
+    held = shard.held(8)
+    moe = MoE(Router(torch.randn(8, HIDDEN), torch.randn(8), CONFIG), Experts([mlp(e)[0] for e in held], shard, held.start), None)
+    rows = LocalRows() if size == 1 else expert_rows(ThreadGroup(size).exchange(0), 3)
+    with pytest.raises(AssertionError, match=rf"holds (the experts|those) of rank {shard.rank} of {shard.size}"):
+        moe(torch.randn(3, HIDDEN), rows)
 
 
 def test_sums_are_rounded_once():
