@@ -1,5 +1,5 @@
 """Plans made by hand for executor tests: random pages, any chunking, no scheduler."""
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,12 +25,13 @@ def greedy(max_new_tokens: int = 1 << 20, **fields: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **fields)
 
 
-def start_ranks(config: object, model: object, page_size: int, cp_size: int = 1, num_rows: int = 200, tap: object = None) -> Run:
-    """Executors of all ranks as threads of this process; returns a function that runs a plan on all of them."""
+def start_ranks(config: object, models: Sequence[object], page_size: int, num_rows: int = 200, tap: object = None) -> Run:
+    """Executors of all ranks, one for each of `models`, as threads of this process; returns a function that runs a plan on all of them."""
     environ.SGLANE_NUM_THREADS = 1
+    cp_size = len(models)
     args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
     group = ThreadGroup(cp_size)
-    executors = [Executor(config, model, args, rank, group.groups(rank) if cp_size > 1 else None, tap=tap) for rank in range(cp_size)]
+    executors = [Executor(config, model, args, rank, group.groups(rank) if cp_size > 1 else None, tap=tap) for rank, model in enumerate(models)]
     for executor in executors:
         executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))
     if cp_size == 1:

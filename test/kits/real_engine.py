@@ -9,9 +9,11 @@ import torch
 from kits.engine import Engine
 from kits.thread_ranks import ThreadGroup
 from sglane.configs.model_config import load_model_config
+from sglane.layers.moe.shard import ExpertShard
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.model_executor.executor import Executor, Grammars
 from sglane.model_executor.loader import load_model
+from sglane.models.causal_lm import CausalLM
 from sglane.plan.step_plan import PoolInit, StepPlan, StepResult
 from sglane.server_args import ServerArgs
 
@@ -38,13 +40,14 @@ class ThreadRanks:
 
 
 class TinyModel:
-    """A loaded checkpoint that many engines share."""
+    """A loaded checkpoint that many engines share; with several ranks, each has its own share of the experts."""
 
     def __init__(self, path: Path):
         torch.set_num_threads(1)
         self.path = path
         self.config = load_model_config(str(path), None)
-        self.weights = load_model(self.config, torch.device("cpu"), torch.float32, show_progress=False)
+        self.weights = self._load(ExpertShard(0, 1))
+        self._shards: dict[int, list[CausalLM]] = {}
 
     def engine(self, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True, tap: Any = None,
                grammars: Grammars | None = None, **limits: Any) -> Engine:
@@ -60,13 +63,25 @@ class TinyModel:
         """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank."""
         num_rows = num_pages // cp_size + 1
         group, executors = ThreadGroup(cp_size), []
+        weights = self.shards(cp_size)
         for rank in range(cp_size):
-            executor = Executor(self.config, self.weights, self._args(page_size, cp_size), rank, group.groups(rank))
+            executor = Executor(self.config, weights[rank], self._args(page_size, cp_size), rank, group.groups(rank))
             if make_grammars is not None:
                 executor.use_grammars(make_grammars())
             executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
             executors.append(executor)
         return Engine(ThreadRanks(executors, group), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)
+
+    def shards(self, cp_size: int) -> list[CausalLM]:
+        """The weights of each rank; dense models are whole on all of them."""
+        if cp_size == 1 or self.config.moe is None:
+            return [self.weights] * cp_size
+        if cp_size not in self._shards:
+            self._shards[cp_size] = [self._load(ExpertShard(rank, cp_size)) for rank in range(cp_size)]
+        return self._shards[cp_size]
+
+    def _load(self, shard: ExpertShard) -> CausalLM:
+        return load_model(self.config, torch.device("cpu"), torch.float32, show_progress=False, shard=shard)
 
     def _args(self, page_size: int, cp_size: int = 1) -> ServerArgs:
         return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)

@@ -4,6 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sglane.forward.expert_rows import ExpertRows, LocalRows
+
 
 @dataclass(frozen=True)
 class IndexInputs:
@@ -63,3 +65,5 @@ class ForwardBatch:
     outputs: Tensor  # int64 [m], ascending: the tokens whose final hidden states are wanted
     attention: AttentionOps
     hooks: LayerHooks
+    experts: ExpertRows = LocalRows()  # for layers that compute all n tokens
+    output_experts: ExpertRows = LocalRows()  # for the last layer, which computes `outputs` only

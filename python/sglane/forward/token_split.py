@@ -35,6 +35,10 @@ class TokenSplit:
         """int64 [n]: global indices of the tokens of `rank`, ascending; may be empty."""
         return self.order[self.bounds[rank]:self.bounds[rank + 1]]
 
+    def lanes(self, tokens: np.ndarray) -> np.ndarray:
+        """int64 [k]: the rank that computes each of the global tokens int64 [k]."""
+        return self.inverse[tokens] // max(self.max_length, 1)
+
 
 def split_tokens(entries: list[Entry], page_size: int, cp_size: int) -> TokenSplit:
     """Distribute the tokens of a step over the lanes that own their pages."""

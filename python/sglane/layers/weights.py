@@ -39,6 +39,10 @@ class WeightSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """The tensor, its block scales included, must be there with this shape; some or all of its data is another rank's to read."""
+        ...
+
     def note_copy(self, num_bytes: int) -> None:
         """A layer keeps a second copy of a tensor: count it as weight memory."""
         ...

@@ -14,6 +14,7 @@ import zmq
 
 from sglane.configs.model_config import load_model_config
 from sglane.distributed.groups import close_groups, init_groups
+from sglane.layers.moe.shard import ExpertShard
 from sglane.model_executor.executor import Executor, resolve_dtype
 from sglane.model_executor.grammar import LazyGrammars
 from sglane.model_executor.grammar_tickets import GrammarTickets
@@ -72,7 +73,7 @@ def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Execu
     available = available_bytes(device)
     logger.info("Load weight begin. avail mem=%.2f GB", available / (1 << 30))
     begin = time.perf_counter()
-    model = load_model(config, device, resolve_dtype(args, config), show_progress=rank == 0)
+    model = load_model(config, device, resolve_dtype(args, config), show_progress=rank == 0, shard=ExpertShard(rank, args.cp_size))
     logger.info("Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.", time.perf_counter() - begin,
                 type(model).__name__, resolve_dtype(args, config), available_bytes(device) / (1 << 30), model.weight_bytes / (1 << 30))
     groups = init_groups(rank, args.cp_size, spec.endpoints.rendezvous, device.type)

@@ -133,20 +133,19 @@ class Executor:
             return np.zeros(0, np.int64), []
         split = self._runner.split(batch.entries)
         self._threads.for_step(split.max_length)
-        scored = [found for extend, first in zip(plan.extends, batch.firsts.tolist())
-                  if (found := self._scored_prompt(extend, first, split.local(self.rank))) is not None]
-        last_rows = np.array([sample.last_row for sample in mine], np.int64)
-        outputs = np.unique(np.concatenate([last_rows, *(prompt.rows for prompt in scored)]))
+        # On every rank, whose tokens are wanted on all of them: the ranks of an expert layer must know how many rows each has.
+        scored = [found for extend, first in zip(plan.extends, batch.firsts.tolist()) if (found := self._scored_prompt(extend, first)) is not None]
+        outputs = np.unique(np.concatenate([np.array([sample.last_row for sample in batch.samples], np.int64), *(prompt.rows for prompt in scored)]))
         forward = self._runner.forward(batch.entries, batch.num_extends, batch.tokens, split, outputs)
         if self._poison:
             assert bool(forward.hidden.isfinite().all()), f"rank {self.rank}, step {plan.step}: a poisoned row was read"
         for i, (entry, first) in enumerate(zip(batch.entries, batch.firsts.tolist())):
             self._table.fed(entry.slot, batch.tokens[first:first + entry.num_tokens], known=i < batch.num_extends)
         blocks = [logprobs.score_prompt(self._runner, forward.rows_of(prompt.rows), prompt, self._table.get(prompt.slot).sampling)
-                  for prompt in scored]
+                  for prompt in (found.only(split.lanes(found.rows) == self.rank) for found in scored) if len(prompt.rows)]
         if not mine:
             return np.zeros(0, np.int64), blocks
-        logits = self._runner.logits(forward.rows_of(last_rows))
+        logits = self._runner.logits(forward.rows_of(np.array([sample.last_row for sample in mine], np.int64)))
         rows = [sampler.SampleRow(s.slot, s.position, self._constrained(s.slot)) for s in mine]
         tokens = sampler.sample(logits, rows)
         blocks += self._output_logprobs(logits, mine, tokens)
@@ -169,8 +168,8 @@ class Executor:
                 blocks.append(logprobs.block(sample.slot, np.array([sample.position]), tokens[i:i + 1], [scored]))
         return blocks
 
-    def _scored_prompt(self, extend: Extend, first: int, local: np.ndarray) -> logprobs.ScoredPrompt | None:
-        """Prompt tokens to score whose preceding row is local, int64 [n] ascending; the row at position i scores the token at i + 1."""
+    def _scored_prompt(self, extend: Extend, first: int) -> logprobs.ScoredPrompt | None:
+        """Prompt tokens to score, by all ranks together; the row at position i scores the token at i + 1."""
         if extend.logprob_start < 0:
             return None
         slot = self._table.get(extend.slot)
@@ -178,11 +177,9 @@ class Executor:
         known = fed[1:] if extend.lookahead < 0 else np.append(fed[1:], np.int32(extend.lookahead))
         positions = np.arange(len(known)) + extend.start + 1
         wanted = (positions >= extend.logprob_start) & (positions < slot.num_prompt_tokens)
-        rows = first + np.arange(len(known))
-        wanted &= np.isin(rows, local, assume_unique=True)
         if not wanted.any():
             return None
-        return logprobs.ScoredPrompt(extend.slot, rows[wanted], positions[wanted], known[wanted])
+        return logprobs.ScoredPrompt(extend.slot, first + wanted.nonzero()[0], positions[wanted], known[wanted])
 
     def _exchange(self, samples: list[Sampled], mine: list[Sampled], tokens: np.ndarray) -> np.ndarray:
         """The one exchange that ends a step, also its fence: int64 [samples] tokens of all ranks."""

@@ -4,7 +4,8 @@ import logging
 import torch
 
 from sglane.configs.model_config import ModelConfig
-from sglane.layers.weights import FP8, Matrix, dequantise
+from sglane.layers.moe.shard import ALL_EXPERTS, ExpertShard
+from sglane.layers.weights import BLOCK, FP8, Matrix, dequantise
 from sglane.model_executor.loader_gguf import GGUFStore
 from sglane.model_executor.loader_progress import LoadProgress
 from sglane.model_executor.loader_safetensors import SafetensorsStore
@@ -25,15 +26,16 @@ SCALE_SUFFIX = "_scale_inv"
 MAX_NAMES = 8
 
 
-def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, show_progress: bool, force_progress: bool = False) -> CausalLM:
-    """Read every weight of the main model. Draft layers may be in the checkpoint; they stay unread.
+def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, show_progress: bool, force_progress: bool = False,
+               shard: ExpertShard = ALL_EXPERTS) -> CausalLM:
+    """Read every weight of the main model but the routed experts of other ranks. Draft layers may be in the checkpoint; they stay unread.
 
     dtype: run type of weights and activations. show_progress: a bar on standard error if that is a terminal; force_progress: also if it is not.
     Raises CheckpointError naming the tensor that is missing, unexpected or of the wrong shape.
     """
     store = open_store(config)
     weights = CheckpointWeights(store, config, device, dtype, LoadProgress(store.label, show_progress, force_progress))
-    model = model_class(config)(config, weights)
+    model = model_class(config)(config, weights, shard)
     weights.finish()
     logger.debug("loaded %s: %.3f GiB of weights, draft tensors in the checkpoint: %d", type(model).__name__, model.weight_bytes / (1 << 30),
                  len(weights.draft_names))
@@ -88,6 +90,12 @@ class CheckpointWeights:
             return Matrix(self._placed(data), self._placed(scales))
         return Matrix(self._placed(dequantise(data, scales, self.dtype)))
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """See WeightSource. For progress and for what is left over, the tensor counts as read."""
+        self._see(name, shape, None)
+        if self._store.is_fp8(name):
+            self._see(name + SCALE_SUFFIX, (*shape[:-2], *scale_grid(*shape[-2:])), None)
+
     def finish(self) -> None:
         """Everything must have been asked for."""
         self._progress.finish()
@@ -98,6 +106,11 @@ class CheckpointWeights:
 
     def _read(self, name: str, shape: tuple[int, ...], part: int | None) -> torch.Tensor:
         """The stored tensor, or one part [...] of a tensor [parts, ...], of the given shape."""
+        self._see(name, shape, part)
+        return self._store.read(name, part)
+
+    def _see(self, name: str, shape: tuple[int, ...], part: int | None) -> None:
+        """The tensor is there with this shape; it is not left over."""
         if not self.has(name):
             raise CheckpointError(f"{self._store.path}: the tensor '{name}' {list(shape)} is missing in the checkpoint")
         whole = self._store.shape(name)
@@ -108,12 +121,10 @@ class CheckpointWeights:
         if name in self._unread:
             self._unread.discard(name)
             self._progress.taken(name)
-        return self._store.read(name, part)
 
     def _scales(self, name: str, data: torch.Tensor, part: int | None) -> torch.Tensor:
         """Block scales of an FP8 matrix as float32. Newer files store the exponent of a power of two in a byte."""
-        rows, columns = data.shape
-        scales = self._read(name + SCALE_SUFFIX, (-(-rows // 128), -(-columns // 128)), part)
+        scales = self._read(name + SCALE_SUFFIX, scale_grid(*data.shape), part)
         if scales.dtype == torch.uint8:
             return torch.exp2(scales.float() - 127.0)
         if scales.dtype not in (*STORED_DTYPES, torch.float8_e8m0fnu):
@@ -128,3 +139,8 @@ class CheckpointWeights:
     def _placed(self, data: torch.Tensor) -> torch.Tensor:
         self.resident_bytes += data.nbytes
         return data.to(self.device)
+
+
+def scale_grid(rows: int, columns: int) -> tuple[int, int]:
+    """Shape of the block scales of a matrix."""
+    return -(-rows // BLOCK), -(-columns // BLOCK)

@@ -37,6 +37,9 @@ class GGUFStore:
     def shard(self, name: str) -> str:
         return name
 
+    def is_fp8(self, name: str) -> bool:
+        return False
+
     def read(self, name: str, part: int | None = None) -> torch.Tensor:
         own = self._names[name]
         data = self._file.read(own)

@@ -38,6 +38,9 @@ class SafetensorsStore:
     def shard(self, name: str) -> str:
         return self._shard_of[name]
 
+    def is_fp8(self, name: str) -> bool:
+        return self._files[self._shard_of[name]].get_slice(name).get_dtype() == "F8_E4M3"
+
     def read(self, name: str, part: int | None = None) -> torch.Tensor:
         file = self._files[self._shard_of[name]]
         return file.get_tensor(name) if part is None else file.get_slice(name)[part]

@@ -23,6 +23,10 @@ class TensorStore(Protocol):
         """The unit of progress that the tensor belongs to."""
         ...
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether the tensor is stored in FP8, which comes with block scales."""
+        ...
+
     def read(self, name: str, part: int | None = None) -> torch.Tensor:
         """The tensor on CPU in its stored type; part: only that index of the first dimension."""
         ...

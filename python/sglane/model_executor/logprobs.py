@@ -33,12 +33,16 @@ class Scored:
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Prompt tokens of one slot that this rank scores in this step."""
+    """Prompt tokens of one slot that are scored in this step."""
 
     slot: int
     rows: np.ndarray  # int64 [n]: tokens of the step, in global order, in front of the scored ones
     positions: np.ndarray  # int64 [n] of the scored tokens
     tokens: np.ndarray  # int32 [n]
+
+    def only(self, chosen: np.ndarray) -> "ScoredPrompt":
+        """chosen bool [n]: these tokens alone."""
+        return ScoredPrompt(self.slot, self.rows[chosen], self.positions[chosen], self.tokens[chosen])
 
 
 def score(logits: Tensor, token_ids: np.ndarray, params: SamplingParams) -> Scored:

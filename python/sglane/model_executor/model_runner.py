@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sglane.distributed.groups import Groups
+from sglane.forward.expert_rows import expert_rows
 from sglane.forward.forward_batch import ForwardBatch, LayerHooks
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
 from sglane.layers.attention.indexer import SelectionTap
@@ -71,6 +72,7 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._exchange = groups.attention
+        self._experts = groups.experts
         self._hooks = hooks
         self._page_size = page_size
         self._device = device
@@ -80,16 +82,21 @@ class ModelRunner:
         return split_tokens(entries, self._page_size, self._exchange.size)
 
     def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit, outputs: np.ndarray) -> StepForward:
-        """entries: `num_extends` extends, then continues; tokens int64 [T] in global order; outputs int64 [m], ascending: local tokens, by
-        their place in that order, whose hidden states are wanted. Every rank calls it, also without local tokens."""
+        """entries: `num_extends` extends, then continues; tokens int64 [T] in global order; outputs int64 [M], ascending: tokens of all
+        ranks, by their place in that order, whose hidden states are wanted; each rank returns its own. Every rank calls it, also without local
+        tokens, with the same arguments."""
         exchange = self._exchange
         local = split.local(exchange.rank)
+        lanes = split.lanes(outputs)
+        own = outputs[lanes == exchange.rank]
+        max_outputs = int(np.bincount(lanes, minlength=1).max())
         view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device)
         index = self._pool.planes.get("target.index")
         attention = PagedAttention(self._pool.plane("target.kv"), index, view, exchange, self._tap)
         batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
-                             torch.from_numpy(np.searchsorted(local, outputs)).to(self._device), attention, self._hooks)
-        return StepForward(self._model.forward(batch), outputs)
+                             torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,
+                             expert_rows(self._experts, split.max_length), expert_rows(self._experts, max_outputs))
+        return StepForward(self._model.forward(batch), own)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] -> float32 [m, V]."""

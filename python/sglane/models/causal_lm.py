@@ -1,12 +1,13 @@
 """The frame that all models share: embedding, decoder layers, final norm, output head."""
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
 
 from sglane.configs.sizes import ModelConfig
+from sglane.forward.expert_rows import ExpertRows
 from sglane.forward.forward_batch import ForwardBatch
 from sglane.layers.embedding import Embedding, load_head
+from sglane.layers.moe.shard import ALL_EXPERTS, ExpertShard
 from sglane.layers.norm import RMSNorm
 from sglane.layers.rotary import Angles, Rotary
 from sglane.layers.weights import WeightSource
@@ -20,35 +21,45 @@ class Attention(Protocol):
         ...
 
 
+class FeedForward(Protocol):
+    """One layer's feed-forward part: dense, or with experts."""
+
+    def __call__(self, x: Tensor, rows: ExpertRows) -> Tensor:
+        """x [n, hidden], normed; returns [n, hidden]."""
+        ...
+
+
 class DecoderLayer:
     """h += attention(norm(h)); h += mlp(norm(h))."""
 
-    def __init__(self, input_norm: RMSNorm, attention: Attention, post_norm: RMSNorm, mlp: Callable[[Tensor], Tensor]):
+    def __init__(self, input_norm: RMSNorm, attention: Attention, post_norm: RMSNorm, mlp: FeedForward):
         self._input_norm = input_norm
         self._attention = attention
         self._post_norm = post_norm
         self._mlp = mlp
 
     @staticmethod
-    def load(weights: WeightSource, config: ModelConfig, prefix: str, attention: Attention, mlp: Callable[[Tensor], Tensor]) -> "DecoderLayer":
+    def load(weights: WeightSource, config: ModelConfig, prefix: str, attention: Attention, mlp: FeedForward) -> "DecoderLayer":
         """prefix: the layer's module name with a dot at its end."""
         norms = [RMSNorm.load(weights, prefix + name, config.hidden_size, config.rms_norm_eps)
                  for name in ("input_layernorm", "post_attention_layernorm")]
         return DecoderLayer(norms[0], attention, norms[1], mlp)
 
-    def __call__(self, h: Tensor, angles: Angles, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
-        """h [n, hidden] is changed in place. rows int64 [m]: only these are computed to the end and returned, [m, hidden]."""
+    def __call__(self, h: Tensor, angles: Angles, batch: ForwardBatch, outputs_only: bool = False) -> Tensor:
+        """h [n, hidden] is changed in place. outputs_only: only the rows `batch.outputs` are computed to the end and returned, [m, hidden]."""
         h.add_(self._attention(self._input_norm(h), angles, batch))
-        if rows is not None and len(rows) < len(h):
-            h = h.index_select(0, rows)
-        return h.add_(self._mlp(self._post_norm(h)))
+        if outputs_only and len(batch.outputs) < len(h):
+            h = h.index_select(0, batch.outputs)
+        return h.add_(self._mlp(self._post_norm(h), batch.output_experts if outputs_only else batch.experts))
 
 
 class CausalLM:
     """A loaded model. Subclasses say how one decoder layer is made."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource):
+    def __init__(self, config: ModelConfig, weights: WeightSource, shard: ExpertShard = ALL_EXPERTS):
+        """shard: the routed experts to hold; everything else is whole on every rank."""
         self.config = config
+        self.shard = shard
         self.embedding = Embedding.load(weights, "model.embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = [self.load_layer(weights, layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm.load(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
@@ -70,7 +81,7 @@ class CausalLM:
         h = self.embedding(batch.tokens)
         last = len(self.layers) - 1
         for layer, decoder in enumerate(self.layers):
-            h = decoder(h, angles, batch, batch.outputs if layer == last else None)
+            h = decoder(h, angles, batch, outputs_only=layer == last)
             batch.hooks.layer_end(layer)
         return self.norm(h)
 

@@ -6,7 +6,7 @@ from sglane.configs.hf_rope import magnitude
 from sglane.configs.sizes import IndexConfig, MlaConfig, ModelConfig
 from sglane.forward.forward_batch import SHARED_SELECTION, ForwardBatch, IndexInputs, SharedSelection
 from sglane.layers.linear import Linear
-from sglane.layers.mlp import GatedMLP
+from sglane.layers.mlp import DenseMLP
 from sglane.layers.moe.experts import MoE
 from sglane.layers.norm import LayerNorm, RMSNorm
 from sglane.layers.rotary import Angles, rotate_halves, rotate_pairs
@@ -109,9 +109,9 @@ class DeepseekForCausalLM(CausalLM):
         assert config.mla is not None and config.moe is not None
         plane_layer = None if config.index is None else config.index.plane_layer(layer)
         attention = LatentAttention(config, config.mla, weights, f"{prefix}self_attn.", layer, plane_layer)
-        mlp: MoE | GatedMLP
+        mlp: MoE | DenseMLP
         if layer in config.moe.layers:
-            mlp = MoE.load(weights, f"{prefix}mlp.", config.hidden_size, config.moe)
+            mlp = MoE.load(weights, f"{prefix}mlp.", config.hidden_size, config.moe, self.shard)
         else:
-            mlp = GatedMLP.load(weights, f"{prefix}mlp.", config.hidden_size, config.intermediate_size)
+            mlp = DenseMLP.load(weights, f"{prefix}mlp.", config.hidden_size, config.intermediate_size)
         return DecoderLayer.load(weights, config, prefix, attention, mlp)

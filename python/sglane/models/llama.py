@@ -5,7 +5,7 @@ from torch import Tensor
 from sglane.configs.sizes import ModelConfig
 from sglane.forward.forward_batch import ForwardBatch
 from sglane.layers.linear import Linear
-from sglane.layers.mlp import GatedMLP
+from sglane.layers.mlp import DenseMLP
 from sglane.layers.norm import RMSNorm
 from sglane.layers.rotary import Angles, rotate_halves
 from sglane.layers.weights import WeightSource
@@ -43,7 +43,7 @@ class LlamaForCausalLM(CausalLM):
     def load_layer(self, weights: WeightSource, layer: int) -> DecoderLayer:
         config, prefix = self.config, f"model.layers.{layer}."
         attention = GroupedQueryAttention(config, weights, f"{prefix}self_attn.", layer, self.head_norms)
-        mlp = GatedMLP.load(weights, f"{prefix}mlp.", config.hidden_size, config.intermediate_size, config.mlp_bias)
+        mlp = DenseMLP.load(weights, f"{prefix}mlp.", config.hidden_size, config.intermediate_size, config.mlp_bias)
         return DecoderLayer.load(weights, config, prefix, attention, mlp)
 
 

@@ -11,7 +11,8 @@ from kits.structure.source import REPO, engine_sources
 from sglane.entrypoints import page_api
 
 SHELL = ["scripts/lib.sh", "scripts/quickstart", "scripts/test", "scripts/lint", "scripts/clients", ".ci/run"]
-EXECUTABLE = ["scripts/quickstart", "scripts/test", "scripts/lint", "scripts/size", "scripts/gen-docs", "scripts/clients", ".ci/run"]
+EXECUTABLE = ["scripts/quickstart", "scripts/test", "scripts/lint", "scripts/size", "scripts/gen-docs", "scripts/clients", ".ci/run",
+              "scripts/cp-memory"]
 
 
 @pytest.mark.parametrize("path", SHELL)

@@ -1,7 +1,9 @@
-"""Two ranks over one shared KV cache answer as one rank does, and both own pages."""
+"""Ranks over one shared KV cache answer as one rank does, own pages each, and share the experts."""
 import pytest
+from safetensors.torch import load_file
 
 from kits.audit import assert_clean, assert_conserved, wait_idle
+from kits.checkpoints import tiny
 from kits.server import Server
 
 FLAGS = ("--dtype", "float32", "--page-size", "16", "--max-total-tokens", "4096", "--chunked-prefill-size", "96")
@@ -37,3 +39,16 @@ def test_two_ranks_answer_as_one():
         assert_conserved(two.kv_ledger())
         assert answers(two) == expected, "the answers change after a flush"
         assert "Paris" in two.chat("What is the capital of France?", max_tokens=32)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.timeout(600)
+def test_three_ranks_share_eight_experts():
+    """Each loads its own ones; the answers are the reference's."""
+    path = tiny("glm_moe_dsa")
+    ref = load_file(path / "ref.safetensors")
+    flags = ("--model-path", str(path), "--skip-tokenizer-init", *FLAGS, "--cp-size", "3", "--enable-cp-shared-kv")
+    with Server(*flags, env={"SGLANE_POISON": "1"}) as server:
+        for n in (1, 65, 200):
+            answer = server.generate(ref[f"prompt.{n}"].tolist(), max_new_tokens=len(ref[f"greedy.{n}"]), ignore_eos=True)
+            assert answer["output_ids"] == ref[f"greedy.{n}"].tolist(), n
+        assert_clean(wait_idle(server))

@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 
 from kits.checkpoints import tiny
 from kits.plan_driver import PlanDriver, greedy, start_ranks
+from kits.real_engine import TinyModel
 from sglane import environ
-from sglane.configs.model_config import load_model_config
-from sglane.model_executor.loader import load_model
 
 FAMILIES = ["llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_share"]
 LENGTHS = [1, 7, 64, 65, 200]
@@ -21,15 +20,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest):
-    torch.set_num_threads(1)
     path = tiny(request.param)
-    config = load_model_config(str(path), None)
-    return config, load_model(config, torch.device("cpu"), torch.float32, show_progress=False), load_file(path / "ref.safetensors")
+    return TinyModel(path), load_file(path / "ref.safetensors")
 
 
 def check(case, page_size: int, chunk: int, cp_size: int, lengths: list[int]) -> None:
     """Prompt log probabilities over the whole vocabulary, the tokens, and the selected sets of every layer with its own indexer."""
-    config, model, ref = case
+    model, ref = case
+    config = model.config
     sets: dict[tuple[int, int, int], set[int]] = {}
 
     def tap(layer, slot, positions, chosen):
@@ -37,7 +35,7 @@ def check(case, page_size: int, chunk: int, cp_size: int, lengths: list[int]) ->
             found = range(position + 1) if chosen is None else [p for p in chosen[i].tolist() if p >= 0]
             sets.setdefault((layer, slot, position), set()).update(found)
 
-    drive = PlanDriver(start_ranks(config, model, page_size, cp_size, tap=tap), page_size, cp_size)
+    drive = PlanDriver(start_ranks(config, model.shards(cp_size), page_size, tap=tap), page_size, cp_size)
     for slot, n in enumerate(lengths):
         prompt = ref[f"prompt.{n}"].tolist()
         drive.start(slot, prompt, greedy(logprobs=True, logprob_token_ids=list(range(config.vocab_size))))

@@ -24,7 +24,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def driver(kind: str, page_size: int = 4, cp_size: int = 1) -> tuple[PlanDriver, ToyModel]:
     model = ToyModel(ToyConfig(kind))
-    return PlanDriver(start_ranks(model.config, model, page_size, cp_size), page_size, cp_size), model
+    return PlanDriver(start_ranks(model.config, [model] * cp_size, page_size), page_size, cp_size), model
 
 
 @pytest.mark.parametrize("kind", KINDS)
