@@ -11,6 +11,7 @@ from sglane import environ
 from sglane.distributed.groups import Groups, local_groups
 from sglane.forward.layer_hooks import Holds, StepHooks
 from sglane.layers.attention.indexer import SelectionTap
+from sglane.layers.attention.paged import AttentionRules
 from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.memory import pool_rows
@@ -67,7 +68,8 @@ class Executor:
         self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device)
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
-        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device, self._tap)
+        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device,
+                                   AttentionRules(self._args.cp_scratch_tokens, self._tap))
 
     def use_grammars(self, grammars: Grammars) -> None:
         """Without this, no request may have a grammar."""

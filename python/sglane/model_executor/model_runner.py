@@ -9,8 +9,9 @@ from torch import Tensor
 from sglane.distributed.groups import Groups
 from sglane.forward.forward_batch import ForwardBatch, LayerHooks
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
-from sglane.layers.attention.indexer import SelectionTap
-from sglane.layers.attention.paged import PagedAttention
+from sglane.layers.attention.paged import AttentionRules, PagedAttention
+from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
+from sglane.layers.attention.prefix import prefix_pages
 from sglane.layers.attention.step_view import build_view
 from sglane.model_executor.kv_pool import KVPool
 
@@ -67,14 +68,17 @@ class ModelRunner:
     """Runs the model over the local tokens of a step."""
 
     def __init__(self, model: Model, pool: KVPool, groups: Groups, hooks: LayerHooks, page_size: int, device: torch.device,
-                 tap: SelectionTap | None = None):
+                 rules: AttentionRules):
         self._model = model
         self._pool = pool
         self._exchange = groups.attention
         self._hooks = hooks
         self._page_size = page_size
         self._device = device
-        self._tap = tap
+        self._rules = rules
+        names = [name for name in pool.planes if name.startswith("target.")]
+        self._prefixes = {name: prefix_pages(pool.plane(name), pool.lanes.get(name, []), groups.prefetch) for name in names}
+        self._prefetch = PrefetchThread() if groups.prefetch.size > 1 else None
 
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
@@ -84,12 +88,12 @@ class ModelRunner:
         their place in that order, whose hidden states are wanted. Every rank calls it, also without local tokens."""
         exchange = self._exchange
         local = split.local(exchange.rank)
-        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device)
-        index = self._pool.planes.get("target.index")
-        attention = PagedAttention(self._pool.plane("target.kv"), index, view, exchange, self._tap)
-        batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
-                             torch.from_numpy(np.searchsorted(local, outputs)).to(self._device), attention, self._hooks)
-        return StepForward(self._model.forward(batch), outputs)
+        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules.scratch_tokens)
+        with PrefixReader(self._prefixes, view.prefix, self._prefetch) as prefix:
+            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._rules.tap)
+            batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
+                                 torch.from_numpy(np.searchsorted(local, outputs)).to(self._device), attention, self._hooks)
+            return StepForward(self._model.forward(batch), outputs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] -> float32 [m, V]."""

@@ -7,6 +7,7 @@ logger = logging.getLogger(__name__)
 #: name -> when it is taken. A slower path that is not listed here must not exist.
 DECLARED = {
     "tail_copy_skipped": "a hit ends inside a page, but the lane of that page has no free page: the hit is cut to the page",
+    "cp_prefetch_late": "a layer's prefix pages were asked for before their prefetch had been launched: the layer waits for them",
 }
 
 _counts: Counter[str] = Counter(dict.fromkeys(DECLARED, 0))

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from sglane.distributed.exchange.local import Exchange
 from sglane.layers.attention.cost import TILE_ELEMENTS
-from sglane.layers.attention.keys import bucket_rows
+from sglane.layers.attention.keys import KeyPiece, bucket_rows
 from sglane.layers.attention.plane import Plane
 from sglane.layers.attention.step_view import ContinuePart, DecodeBucket, ExtendPart
-from sglane.layers.attention.topk import merge_topk, select_topk
+from sglane.layers.attention.topk import keep_best, merge_topk, select_topk
 
 #: Debug tap: (layer, slot, query positions int64 [m], selected key positions int64 [m, k], -1 padded; None = all causal keys).
 #: With several lanes a continue is reported by each lane with its own keys.
@@ -51,6 +51,42 @@ def select_extend(q: Tensor, weights: Tensor, keys: Tensor, positions: np.ndarra
         scores.masked_fill_(columns > torch.from_numpy(at).to(q.device).unsqueeze(1), float("-inf"))
         chosen[begin - num_dense:begin - num_dense + len(at)] = select_topk(scores, topk)
     return ExtendSelection(num_dense, chosen)
+
+
+class RunningSelection:
+    """The selection of one extend whose keys come in pieces."""
+
+    def __init__(self, q: Tensor, weights: Tensor, positions: np.ndarray, topk: int):
+        """As for select_extend."""
+        self._positions = positions
+        self._num_dense = int(np.searchsorted(positions, topk))
+        self._q, self._weights = q[self._num_dense:], weights[self._num_dense:]
+        self._topk = topk
+        self._scores = q.new_full((len(self._q), 0), 0.0)  # [m, c] best so far
+        self._found = torch.zeros((len(self._q), 0), dtype=torch.int64, device=q.device)  # their positions
+
+    def add(self, piece: KeyPiece) -> None:
+        """Keys that were not seen before."""
+        if not len(self._q):
+            return
+        keys = piece.rows.float()
+        at = torch.from_numpy(piece.positions).to(keys.device)
+        last = torch.from_numpy(piece.last_visible(self._positions[self._num_dense:])).to(keys.device)
+        columns = torch.arange(len(keys), device=keys.device)
+        parts = []
+        rows = max(1, min(64, TILE_ELEMENTS // len(keys)))
+        for begin in range(0, len(self._q), rows):
+            here = slice(begin, begin + rows)
+            scores = index_scores(self._q[here], self._weights[here], keys)
+            scores.masked_fill_(columns > last[here].unsqueeze(1), float("-inf"))
+            best = select_topk(scores, self._topk)
+            candidates = torch.cat((self._scores[here], scores.gather(1, best)), 1), torch.cat((self._found[here], at[best]), 1)
+            parts.append(keep_best(*candidates, self._topk))
+        self._scores, self._found = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def result(self) -> ExtendSelection:
+        """After all pieces."""
+        return ExtendSelection(self._num_dense, self._found.to(torch.int32) if len(self._q) else None)
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

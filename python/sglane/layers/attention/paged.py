@@ -1,13 +1,16 @@
 """AttentionOps over the paged pools of one rank, for one step."""
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sglane.distributed.exchange.local import Exchange
 from sglane.forward.forward_batch import IndexInputs, SharedSelection
-from sglane.layers.attention.blocked import attend_causal, attend_rows, merge_partials
+from sglane.layers.attention.blocked import MergedRows, attend_causal, attend_partial, attend_rows, merge_partials
 from sglane.layers.attention.indexer import (
     ContinueSelection,
     ExtendSelection,
+    RunningSelection,
     SelectionTap,
     select_continues,
     select_extend,
@@ -15,23 +18,34 @@ from sglane.layers.attention.indexer import (
     tap_extend,
 )
 from sglane.layers.attention.keys import ExtendKeys, bucket_rows
-from sglane.layers.attention.mla import Heads, attend_extend
+from sglane.layers.attention.mla import Heads, PieceByPiece, attend_extend
 from sglane.layers.attention.plane import Plane
+from sglane.layers.attention.prefetch import PrefixReader
 from sglane.layers.attention.step_view import ContinuePart, StepView
 
 #: Key rows gathered at once for sparse decode rows.
 SPARSE_TOKENS = 1 << 15
 
 
+@dataclass(frozen=True)
+class AttentionRules:
+    """What holds for every step of a rank."""
+
+    scratch_tokens: int  # prefix tokens that one layer holds at once, see plan_prefix
+    tap: SelectionTap | None = None
+
+
 class PagedAttention:
     """Extends see the rows of all lanes (gather-KV); continues send their queries to all lanes and merge partial results (gather-Q)."""
 
-    def __init__(self, kv: Plane, index: Plane | None, view: StepView, exchange: Exchange, tap: SelectionTap | None = None):
-        """index: the index-key plane of a DSA model. tap: see SelectionTap."""
+    def __init__(self, kv: Plane, index: Plane | None, view: StepView, exchange: Exchange, prefix: PrefixReader,
+                 tap: SelectionTap | None = None):
+        """index: the index-key plane of a DSA model. prefix: the rows of earlier steps of the planes' names. tap: see SelectionTap."""
         self._kv = kv
         self._index = index
         self._view = view
         self._exchange = exchange
+        self._prefix = prefix
         self._tap = tap
         # Selection of the last full layer, kept for the IndexShare layers after it.
         self._extend_sets: list[ExtendSelection] = []
@@ -45,11 +59,7 @@ class PagedAttention:
         self._kv.write(layer, self._view.rows, self._view.offsets, rows)
         out = torch.empty_like(q) if self._view.extends or self._view.continues is None else None
         if out is not None and self._view.extends:
-            keys = ExtendKeys(self._kv, layer, rows, self._view, self._exchange)
-            for part in self._view.extends:
-                if part.end > part.begin:
-                    found = keys.rows(part).view(part.num_keys, 2, num_kv_heads, head_dim).permute(1, 2, 0, 3).contiguous()
-                    out[part.begin:part.end] = attend_causal(q[part.begin:part.end], found[0], found[1], part.positions, scale)
+            self._gqa_extends(ExtendKeys(self._kv, layer, rows, self._view, self._exchange, self._prefix), q, num_kv_heads, scale, out)
         part = self._view.continues
         if part is not None:
             queries = self._gather_queries(q[part.begin:], part).view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -65,6 +75,24 @@ class PagedAttention:
             out[part.begin:] = merged
         return out
 
+    def _gqa_extends(self, keys: ExtendKeys, q: Tensor, num_kv_heads: int, scale: float, out: Tensor) -> None:
+        """q and out [n, H, D] of all local tokens; those of extends are filled in."""
+        view = self._view
+        shape = (2, num_kv_heads, q.shape[2])
+        if keys.is_whole:
+            for i, part in enumerate(view.extends):
+                if part.end > part.begin:
+                    found = keys.whole(i).unflatten(1, shape).permute(1, 2, 0, 3).contiguous()  # [2, Hkv, T, D]
+                    out[part.begin:part.end] = attend_causal(q[part.begin:part.end], found[0], found[1], part.positions, scale)
+            return
+        sums = [MergedRows(part.end - part.begin, *q.shape[1:], q.device) for part in view.extends]
+        for piece in keys.pieces():
+            part = view.extends[piece.extend]
+            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3).contiguous()
+            sums[piece.extend].put(*attend_partial(q[part.begin:part.end], found[0], found[1], piece.last_visible(part.positions), scale))
+        for part, merged in zip(view.extends, sums):
+            out[part.begin:part.end] = merged.result()[0]
+
     def mla(self, layer: int, q_nope: Tensor, q_rope: Tensor, kv: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float,
             index: IndexInputs | SharedSelection | None) -> Tensor:
         """See AttentionOps."""
@@ -76,17 +104,29 @@ class PagedAttention:
         sparse = index is not None
         out = q_nope.new_empty((*q_nope.shape[:2], w_uv.shape[1]))
         if view.extends:
-            keys = ExtendKeys(self._kv, layer, kv, view, self._exchange)
-            for i, part in enumerate(view.extends):
-                if part.end > part.begin:
-                    here = slice(part.begin, part.end)
-                    selection = self._extend_sets[i] if sparse else ExtendSelection(part.end - part.begin, None)
-                    out[here] = attend_extend(q_nope[here], q_rope[here], keys.rows(part), part.positions, heads, selection)
+            self._mla_extends(ExtendKeys(self._kv, layer, kv, view, self._exchange, self._prefix), q_nope, q_rope, heads, sparse, out)
         if view.continues is not None:
             here = slice(view.continues.begin, None)
             selected = self._continue_sets if sparse else None
             out[here] = self._mla_continues(layer, torch.cat((q_nope[here], q_rope[here]), -1), heads, view.continues, selected)
         return out
+
+    def _mla_extends(self, keys: ExtendKeys, q_nope: Tensor, q_rope: Tensor, heads: Heads, sparse: bool, out: Tensor) -> None:
+        """q_nope, q_rope and out of all local tokens; those of extends are filled in."""
+        parts = self._view.extends
+        selections = self._extend_sets if sparse else [ExtendSelection(part.end - part.begin, None) for part in parts]
+        if keys.is_whole:
+            for i, (part, selection) in enumerate(zip(parts, selections)):
+                if part.end > part.begin:
+                    here = slice(part.begin, part.end)
+                    out[here] = attend_extend(q_nope[here], q_rope[here], keys.whole(i), part.positions, heads, selection)
+            return
+        q = torch.cat((q_nope, q_rope), -1)
+        sums = [PieceByPiece(q[part.begin:part.end], part.positions, heads, selection) for part, selection in zip(parts, selections)]
+        for piece in keys.pieces():
+            sums[piece.extend].add(piece)
+        for part, merged in zip(parts, sums):
+            out[part.begin:part.end] = merged.result(q.dtype)
 
     def _mla_continues(self, layer: int, q: Tensor, heads: Heads, part: ContinuePart, selected: ContinueSelection | None) -> Tensor:
         """q [c, H, dn + dr] of the continues at home here; returns [c, H, dv]."""
@@ -114,12 +154,7 @@ class PagedAttention:
         plane.write(index.layer, view.rows, view.offsets, keys)
         q = index.q.float() * index.scale
         if view.extends:
-            source = ExtendKeys(plane, index.layer, keys, view, self._exchange)
-            self._extend_sets = []
-            for part in view.extends:
-                here = slice(part.begin, part.end)
-                found = source.rows(part) if part.end > part.begin else keys[:0]
-                self._extend_sets.append(select_extend(q[here], index.weights[here], found, part.positions, index.topk))
+            self._extend_sets = self._select_extends(q, index, keys)
         part = view.continues
         if part is not None:
             self._continue_sets = None  # all keys
@@ -131,6 +166,22 @@ class PagedAttention:
                                                        index.layer, part, index.topk, self._exchange)
         if self._tap is not None:
             self._report(layer, self._tap)
+
+    def _select_extends(self, q: Tensor, index: IndexInputs, keys: Tensor) -> list[ExtendSelection]:
+        """q float32 [n, Hi, Di] (scaled) and keys [n, Di] of all local tokens."""
+        view, plane, topk = self._view, self._index, index.topk
+        assert plane is not None
+        if view.longest_extend <= topk:  # every query attends to all its keys
+            return [ExtendSelection(part.end - part.begin, None) for part in view.extends]
+        source = ExtendKeys(plane, index.layer, keys, view, self._exchange, self._prefix)
+        if source.is_whole:
+            return [select_extend(q[part.begin:part.end], index.weights[part.begin:part.end],
+                                  source.whole(i) if part.end > part.begin else keys[:0], part.positions, topk)
+                    for i, part in enumerate(view.extends)]
+        running = [RunningSelection(q[part.begin:part.end], index.weights[part.begin:part.end], part.positions, topk) for part in view.extends]
+        for piece in source.pieces():
+            running[piece.extend].add(piece)
+        return [selection.result() for selection in running]
 
     def _report(self, layer: int, tap: SelectionTap) -> None:
         for part, selection in zip(self._view.extends, self._extend_sets):

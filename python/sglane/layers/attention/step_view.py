@@ -1,5 +1,4 @@
 """Where the keys of a step are: index tensors that are computed once per step and used by every layer and plane."""
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from sglane.forward.token_split import Entry, TokenSplit
 from sglane.layers.attention.cost import decode_buckets
+from sglane.layers.attention.prefix import PrefixPlan, plan_prefix
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,18 @@ class ExtendPart:
     begin: int  # local tokens [begin, end) belong to it; may be empty
     end: int
     positions: np.ndarray  # int64 [end - begin]
+    start: int  # tokens of the slot before this step
+    first: int  # rows [first, first + num_keys - start) of the gathered current rows are its new tokens
     num_keys: int  # tokens of the slot after this step
-    fresh: bool  # no prefix and all tokens are local: the layer's own rows are all keys
-    pages: Tensor  # int64 [num_pages], indices for `ExtendKeys.rows`
 
 
 @dataclass(frozen=True)
-class PageGather:
-    """Every page that the extends of the step attend to, owner by owner."""
+class CurrentRows:
+    """How the rows of this step's extends travel, for Exchange.gather_rows."""
 
-    own_rows: Tensor  # int64 [M] pool rows of this rank, padded with row 0 to the longest rank's number
+    num_local: int  # the first local tokens are those of extends
+    max_length: int  # of the rank that has most
+    inverse: Tensor  # int64 [tokens of all extends]
 
 
 @dataclass(frozen=True)
@@ -72,56 +74,50 @@ class StepView:
     rows: Tensor
     offsets: Tensor
     extends: list[ExtendPart]
-    gather: PageGather | None  # None on one rank
+    current: CurrentRows
+    prefix: PrefixPlan
     continues: ContinuePart | None
+
+    @property
+    def longest_extend(self) -> int:
+        """Keys of the longest extend, 0 without any."""
+        return max((part.num_keys for part in self.extends), default=0)
 
 
 def build_view(entries: list[Entry], num_extends: int, split: TokenSplit, rank: int, cp_size: int, page_size: int,
-               device: torch.device) -> StepView:
-    """entries: `num_extends` extends, then continues of one token each."""
+               device: torch.device, scratch_tokens: int) -> StepView:
+    """entries: `num_extends` extends, then continues of one token each. scratch_tokens: see plan_prefix."""
     local = split.local(rank)
     bounds = np.searchsorted(split.entries[local], np.arange(len(entries) + 1))  # local tokens of entry e: [bounds[e], bounds[e + 1])
-    gather, page_index = None, _own_page_index
-    if cp_size > 1 and num_extends:
-        gather, page_index = _plan_gather(entries[:num_extends], rank, cp_size, page_size, device)
-    extends = []
+    extends, first = [], 0
     for e, entry in enumerate(entries[:num_extends]):
         begin, end = int(bounds[e]), int(bounds[e + 1])
-        num_keys = entry.start + entry.num_tokens
-        pages = entry.pages[:-(-num_keys // page_size)].astype(np.int64)
-        extends.append(ExtendPart(entry.slot, begin, end, split.positions[local[begin:end]], num_keys,
-                                  cp_size == 1 and entry.start == 0, torch.from_numpy(page_index(pages)).to(device)))
+        extends.append(ExtendPart(entry.slot, begin, end, split.positions[local[begin:end]], entry.start, first, entry.start + entry.num_tokens))
+        first += entry.num_tokens
     continues = None
     if len(entries) > num_extends:
         continues = _continue_part(entries[num_extends:], int(bounds[num_extends]), rank, cp_size, page_size, device)
-    return StepView(len(local), page_size, torch.from_numpy(split.rows[local]).to(device),
-                    torch.from_numpy(split.offsets[local]).to(device), extends, gather, continues)
+    return StepView(len(local), page_size, torch.from_numpy(split.rows[local]).to(device), torch.from_numpy(split.offsets[local]).to(device),
+                    extends, _current_rows(split, first, int(bounds[num_extends]), cp_size, device),
+                    plan_prefix(entries[:num_extends], page_size, cp_size, scratch_tokens, device), continues)
 
 
-def _own_page_index(pages: np.ndarray) -> np.ndarray:
-    return pages
+def _current_rows(split: TokenSplit, num_tokens: int, num_local: int, cp_size: int, device: torch.device) -> CurrentRows:
+    """The first `num_tokens` of the step, `num_local` of them here."""
+    lanes = np.empty(len(split.order), np.int64)
+    lanes[split.order] = np.repeat(np.arange(cp_size), np.diff(split.bounds))
+    inverse, max_length = padded_places(lanes[:num_tokens], cp_size)
+    return CurrentRows(num_local, max_length, torch.from_numpy(inverse).to(device))
 
 
-def _plan_gather(entries: list[Entry], rank: int, cp_size: int, page_size: int,
-                 device: torch.device) -> tuple[PageGather, Callable[[np.ndarray], np.ndarray]]:
-    """The page gather of the step and a function from page ids to indices in its result [N * M]."""
-    used = [entry.pages[:-(-(entry.start + entry.num_tokens) // page_size)] for entry in entries]
-    pages = np.unique(np.concatenate(used)).astype(np.int64)  # shared prefix pages are fetched once
-    lanes = pages % cp_size
-    by_lane = np.argsort(lanes, kind="stable")
+def padded_places(lanes: np.ndarray, cp_size: int) -> tuple[np.ndarray, int]:
+    """lanes int64 [m]: the rank of each row. Returns int64 [m], each row's place in the ranks' padded parts one after another, and their length."""
     counts = np.bincount(lanes, minlength=cp_size)
     most = int(counts.max())
-    first = np.cumsum(counts) - counts
-    place = np.empty(len(pages), np.int64)
-    place[by_lane] = np.arange(len(pages)) - first[lanes[by_lane]] + lanes[by_lane] * most
-    own = np.zeros(most, np.int64)
-    mine = pages[lanes == rank] // cp_size
-    own[:len(mine)] = mine
-
-    def page_index(wanted: np.ndarray) -> np.ndarray:
-        return place[np.searchsorted(pages, wanted)]
-
-    return PageGather(torch.from_numpy(own).to(device)), page_index
+    places = np.empty(len(lanes), np.int64)
+    order = np.argsort(lanes, kind="stable")
+    places[order] = np.arange(len(lanes)) - (np.cumsum(counts) - counts)[lanes[order]] + lanes[order] * most
+    return places, most
 
 
 def _continue_part(entries: list[Entry], begin: int, rank: int, cp_size: int, page_size: int, device: torch.device) -> ContinuePart:
@@ -132,11 +128,7 @@ def _continue_part(entries: list[Entry], begin: int, rank: int, cp_size: int, pa
         table[i, :num_pages[i]] = entry.pages[:num_pages[i]]
     last = np.arange(len(entries))
     homes = table[last, num_pages - 1] % cp_size
-    home_counts = np.bincount(homes, minlength=cp_size)
-    max_home = int(home_counts.max())
-    order = np.argsort(homes, kind="stable")
-    inverse = np.empty(len(entries), np.int64)
-    inverse[order] = np.arange(len(entries)) - (np.cumsum(home_counts) - home_counts)[homes[order]] + homes[order] * max_home
+    inverse, max_home = padded_places(homes, cp_size)
     buckets = _lane_buckets(table, num_keys, num_pages, rank, cp_size, page_size, device)
     return ContinuePart(begin, np.array([entry.slot for entry in entries], np.int64), num_keys - 1,
                         torch.from_numpy(np.flatnonzero(homes == rank)).to(device), max_home, torch.from_numpy(inverse).to(device), buckets)
