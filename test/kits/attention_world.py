@@ -40,7 +40,7 @@ class World:
     cp_size: int
     pages: list[np.ndarray]
     kv_width: int
-    index_width: int = 1
+    index_width: int = 1  # 1: there is no such plane
     mapped: bool = False  # lanes read each other's planes
     scratch_tokens: int = 1 << 17
     lengths: dict[int, int] = field(default_factory=dict)
@@ -66,15 +66,17 @@ class World:
             local = split.local(rank)
             view = build_view(entries, len(extends), split, rank, self.cp_size, self.page_size, torch.device("cpu"), self.scratch_tokens)
             lanes = list(zip(*self.planes)) if self.mapped else [[], []]
-            sources = {plane.name: prefix_pages(plane, lane, groups.prefetch) for plane, lane in zip(self.planes[rank], lanes)}
+            sources = {plane.name: prefix_pages(plane, lane, groups.prefetch) for plane, lane in zip(self.planes[rank], lanes) if plane.width > 1}
             with PrefixReader(sources, view.prefix, self._threads[rank]) as prefix:
                 attention = PagedAttention(*self.planes[rank], view, groups.attention, prefix, tap)
                 return torch.stack([call(attention, layer, slots[local], split.positions[local]) for layer in range(NUM_LAYERS)])
 
         if self.cp_size == 1:
-            results = [rank_work(0, local_groups())]
+            self.last_groups = local_groups()
+            results = [rank_work(0, self.last_groups)]
         else:
             group = ThreadGroup(self.cp_size)
+            self.last_groups = group.groups(0)
             results = group.run(lambda rank: rank_work(rank, group.groups(rank)))
         joined = torch.cat(results, 1)
         out = torch.empty_like(joined)

@@ -11,7 +11,7 @@ from sglane.forward.forward_batch import ForwardBatch, LayerHooks
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
 from sglane.layers.attention.paged import AttentionRules, PagedAttention
 from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
-from sglane.layers.attention.prefix import prefix_pages
+from sglane.layers.attention.prefix import PrefixPages, prefix_pages
 from sglane.layers.attention.step_view import build_view
 from sglane.model_executor.kv_pool import KVPool
 
@@ -76,9 +76,8 @@ class ModelRunner:
         self._page_size = page_size
         self._device = device
         self._rules = rules
-        names = [name for name in pool.planes if name.startswith("target.")]
-        self._prefixes = {name: prefix_pages(pool.plane(name), pool.lanes.get(name, []), groups.prefetch) for name in names}
-        self._prefetch = PrefetchThread() if groups.prefetch.size > 1 else None
+        self._prefetch_exchange = groups.prefetch
+        self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 else None
 
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
@@ -89,11 +88,17 @@ class ModelRunner:
         exchange = self._exchange
         local = split.local(exchange.rank)
         view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules.scratch_tokens)
-        with PrefixReader(self._prefixes, view.prefix, self._prefetch) as prefix:
+        with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread) as prefix:
             attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._rules.tap)
             batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
                                  torch.from_numpy(np.searchsorted(local, outputs)).to(self._device), attention, self._hooks)
             return StepForward(self._model.forward(batch), outputs)
+
+    def _prefix_pages(self) -> dict[str, PrefixPages]:
+        """How the prefixes of the model's planes come here; the draft's planes are read by the draft."""
+        pool = self._pool
+        return {name: prefix_pages(plane, pool.lanes.get(name, []), self._prefetch_exchange) for name, plane in pool.planes.items()
+                if name.startswith("target.")}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] -> float32 [m, V]."""

@@ -104,6 +104,8 @@ def build_view(entries: list[Entry], num_extends: int, split: TokenSplit, rank: 
 
 def _current_rows(split: TokenSplit, num_tokens: int, num_local: int, cp_size: int, device: torch.device) -> CurrentRows:
     """The first `num_tokens` of the step, `num_local` of them here."""
+    if cp_size == 1 or num_tokens == 0:
+        return CurrentRows(num_local, num_local, torch.empty(0, dtype=torch.int64, device=device))  # nothing moves
     lanes = np.empty(len(split.order), np.int64)
     lanes[split.order] = np.repeat(np.arange(cp_size), np.diff(split.bounds))
     inverse, max_length = padded_places(lanes[:num_tokens], cp_size)
