@@ -1,4 +1,5 @@
 """Slots, pages and steps of random data for attention tests, with a dense reference."""
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,7 @@ from sglane.layers.attention.paged import PagedAttention
 from sglane.layers.attention.plane import Plane
 from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
 from sglane.layers.attention.prefix import prefix_pages
-from sglane.layers.attention.step_view import build_view
+from sglane.layers.attention.step_view import StepRules, build_view
 
 torch.set_num_threads(1)
 NUM_LAYERS = 2
@@ -43,6 +44,7 @@ class World:
     index_width: int = 1  # 1: there is no such plane
     mapped: bool = False  # lanes read each other's planes
     scratch_tokens: int = 1 << 17
+    gathers_queries: Callable[[int, int], bool] = lambda num_prefix, num_new: False
     lengths: dict[int, int] = field(default_factory=dict)
     planes: list[tuple[Plane, Plane]] = field(default_factory=list)
 
@@ -64,7 +66,8 @@ class World:
 
         def rank_work(rank: int, groups: Groups):
             local = split.local(rank)
-            view = build_view(entries, len(extends), split, rank, self.cp_size, self.page_size, torch.device("cpu"), self.scratch_tokens)
+            view = build_view(entries, len(extends), split, rank, self.cp_size, self.page_size, torch.device("cpu"),
+                              StepRules(self.scratch_tokens, self.gathers_queries))
             lanes = list(zip(*self.planes)) if self.mapped else [[], []]
             sources = {plane.name: prefix_pages(plane, lane, groups.prefetch) for plane, lane in zip(self.planes[rank], lanes) if plane.width > 1}
             with PrefixReader(sources, view.prefix, self._threads[rank]) as prefix:

@@ -1,6 +1,7 @@
 """One rank: carries out plans strictly in order, in the order of duties stated in `plan/step_plan.py`."""
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -10,8 +11,9 @@ from torch import Tensor
 from sglane import environ
 from sglane.distributed.groups import Groups, local_groups
 from sglane.forward.layer_hooks import Holds, StepHooks
+from sglane.layers.attention.cost import RowWidths, gathers_queries
 from sglane.layers.attention.indexer import SelectionTap
-from sglane.layers.attention.paged import AttentionRules
+from sglane.layers.attention.step_view import StepRules
 from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.memory import pool_rows
@@ -69,7 +71,15 @@ class Executor:
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
         self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device,
-                                   AttentionRules(self._args.cp_scratch_tokens, self._tap))
+                                   StepRules(self._args.cp_scratch_tokens, self._directions()), self._tap)
+
+    def _directions(self) -> Callable[[int, int], bool]:
+        """Which extends send their queries to the lanes, by the bytes of this model's rows."""
+        layers = {name: (num_layers, width) for name, num_layers, width in self._config.kv_planes() if name.startswith("target.")}
+        num_layers = layers["target.kv"][0]
+        key = sum(count * width for count, width in layers.values()) // num_layers  # layers that share a selection have no index keys
+        widths = RowWidths(key, *self._config.query_widths())
+        return partial(gathers_queries, widths=widths, num_ranks=self._args.cp_size, num_bytes_per_element=self._dtype.itemsize)
 
     def use_grammars(self, grammars: Grammars) -> None:
         """Without this, no request may have a grammar."""

@@ -9,10 +9,11 @@ from torch import Tensor
 from sglane.distributed.groups import Groups
 from sglane.forward.forward_batch import ForwardBatch, LayerHooks
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
-from sglane.layers.attention.paged import AttentionRules, PagedAttention
+from sglane.layers.attention.indexer import SelectionTap
+from sglane.layers.attention.paged import PagedAttention
 from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
 from sglane.layers.attention.prefix import PrefixPages, prefix_pages
-from sglane.layers.attention.step_view import build_view
+from sglane.layers.attention.step_view import StepRules, build_view
 from sglane.model_executor.kv_pool import KVPool
 
 
@@ -34,6 +35,10 @@ class ModelSizes(Protocol):
 
     def kv_planes(self) -> tuple[tuple[str, int, int], ...]:
         """(name, layers, width in elements) of every plane."""
+        ...
+
+    def query_widths(self) -> tuple[int, int, int]:
+        """Per token and layer: elements of the queries of all heads, of their partial results, and keys that are selected (0: all)."""
         ...
 
 
@@ -68,7 +73,7 @@ class ModelRunner:
     """Runs the model over the local tokens of a step."""
 
     def __init__(self, model: Model, pool: KVPool, groups: Groups, hooks: LayerHooks, page_size: int, device: torch.device,
-                 rules: AttentionRules):
+                 rules: StepRules, tap: SelectionTap | None = None):
         self._model = model
         self._pool = pool
         self._exchange = groups.attention
@@ -76,6 +81,7 @@ class ModelRunner:
         self._page_size = page_size
         self._device = device
         self._rules = rules
+        self._tap = tap
         self._prefetch_exchange = groups.prefetch
         self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 else None
 
@@ -87,9 +93,9 @@ class ModelRunner:
         their place in that order, whose hidden states are wanted. Every rank calls it, also without local tokens."""
         exchange = self._exchange
         local = split.local(exchange.rank)
-        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules.scratch_tokens)
+        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules)
         with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread) as prefix:
-            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._rules.tap)
+            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._tap)
             batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
                                  torch.from_numpy(np.searchsorted(local, outputs)).to(self._device), attention, self._hooks)
             return StepForward(self._model.forward(batch), outputs)

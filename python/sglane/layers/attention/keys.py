@@ -9,14 +9,13 @@ from sglane.distributed.exchange.local import Exchange
 from sglane.layers.attention.plane import Plane
 from sglane.layers.attention.prefetch import PrefixReader
 from sglane.layers.attention.prefix import PageTile
-from sglane.layers.attention.step_view import DecodeBucket, ExtendPart, StepView
+from sglane.layers.attention.step_view import DecodeBucket, ExtendPart, LaneExtend, StepView
 
 
 @dataclass(frozen=True)
 class KeyPiece:
     """Some keys of one extend: rows [K, width] of `positions` int64 [K], ascending."""
 
-    extend: int  # among the step's extends
     rows: Tensor
     positions: np.ndarray
 
@@ -36,7 +35,7 @@ class ExtendKeys:
         self._view = view
         self._prefix = prefix
         gather = view.current
-        self._current = exchange.gather_rows(current[:gather.num_local], gather.max_length, gather.inverse)  # [tokens of all extends, width]
+        self._current = exchange.gather_rows(current[gather.local], gather.max_length, gather.inverse)  # [tokens of all extends, width]
         self._tile: PageTile | None = None  # of a step that has one only
         if len(view.prefix.tiles) == 1:
             self._tile = prefix.take(plane.name, layer, 0)
@@ -57,19 +56,18 @@ class ExtendKeys:
         rows[part.start:] = self._new(part)  # also over what the prefix's last page holds beyond its valid rows
         return rows
 
-    def pieces(self) -> Iterator[KeyPiece]:
-        """All keys of the extends that have tokens here: those of this step, then the prefix tile by tile. A piece's rows are valid until the
-        next tile."""
+    def pieces(self) -> Iterator[tuple[int, KeyPiece]]:
+        """All keys of the extends that have tokens here, each piece with its extend's number: those of this step, then the prefix tile by tile."""
         busy = [i for i, part in enumerate(self._view.extends) if part.end > part.begin]
         for i in busy:
             part = self._view.extends[i]
-            yield KeyPiece(i, self._new(part), np.arange(part.start, part.num_keys))
+            yield i, KeyPiece(self._new(part), np.arange(part.start, part.num_keys))
         for t, tile in enumerate(self._view.prefix.tiles):
             pages = self._prefix.take(self._plane.name, self._layer, t)
             for i in busy:
                 piece = tile.pieces[i]
                 if piece is not None:
-                    yield KeyPiece(i, self._filled(pages, piece.places, piece.num_tokens), piece.positions())
+                    yield i, KeyPiece(self._filled(pages, piece.places, piece.num_tokens), piece.positions())
 
     def _new(self, part: ExtendPart) -> Tensor:
         return self._current[part.first:part.first + part.num_keys - part.start]
@@ -80,6 +78,12 @@ class ExtendKeys:
         room = self._current.new_empty((max(num_rows, len(places) * size), width))
         tile.fill(places, room[:len(places) * size].view(-1, size * width))
         return room[:num_rows]
+
+
+def lane_pieces(plane: Plane, layer: int, extend: LaneExtend) -> Iterator[KeyPiece]:
+    """The keys of an extend in this lane."""
+    for rows, positions in extend.pieces:
+        yield KeyPiece(plane.pages(layer, rows).view(-1, plane.width)[:len(positions)], positions)
 
 
 def bucket_rows(plane: Plane, layer: int, bucket: DecodeBucket) -> Tensor:

@@ -50,15 +50,9 @@ def plan_prefix(entries: Sequence[Entry], page_size: int, cp_size: int, scratch_
     counts = [-(-entry.start // page_size) for entry in entries]
     if not any(counts):
         return PrefixPlan([], 0, 0)
-    depths = np.concatenate([np.arange(count) for count in counts])
     every = np.concatenate([entry.pages[:count] for entry, count in zip(entries, counts)]).astype(np.int64)
-    pages, first, inverse = np.unique(every, return_index=True, return_inverse=True)
-    # By depth, so that each extend's pages are in order of position in every tile; a page has one depth, whoever shares it.
-    order = np.lexsort((pages, depths[first]))
-    pages = pages[order]
-    rank_of = np.empty(len(pages), np.int64)
-    rank_of[order] = np.arange(len(pages))
-    found = np.split(rank_of[inverse.ravel()], np.cumsum(counts)[:-1])  # by extend: places among `pages`
+    pages, inverse = np.unique(every, return_inverse=True)
+    found = np.split(inverse.ravel(), np.cumsum(counts)[:-1])  # by extend: places among `pages`
     lanes = pages % cp_size
     lane_counts = np.bincount(lanes, minlength=cp_size)
     in_lane = np.empty(len(pages), np.int64)  # place among the pages of the same lane

@@ -1,4 +1,5 @@
 """Extends over prefixes: lanes that map each other's pools or gather, tiles of bounded scratch memory, prefetch; everything invalid is NaN."""
+import functools
 import itertools
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from kits.attention_world import NUM_LAYERS, MlaCall, MlaData, World, assign_pages, dense_gqa
 from sglane import environ
+from sglane.layers.attention.cost import RowWidths, gathers_queries
 from sglane.utils import fallback
 
 CPU = torch.device("cpu")
@@ -99,9 +101,19 @@ class Scene:
                 for p in range(self.shared if slot == twin else 0, n)}
 
 
-def options_of(transport: str, page_size: int, cp_size: int, tiled: bool) -> dict[str, object]:
+#: Which extends gather queries.
+DIRECTIONS = {
+    "keys": lambda num_prefix, num_new: False,
+    "queries": lambda num_prefix, num_new: True,
+    "both": lambda num_prefix, num_new: (num_prefix + num_new) % 2 == 1,
+    "auto": functools.partial(gathers_queries, widths=RowWidths(28, 40, 50, TOPK), num_ranks=2, num_bytes_per_element=4),
+}
+
+
+def options_of(transport: str, page_size: int, cp_size: int, tiled: bool, direction: str = "keys") -> dict[str, object]:
     """tiled: one page of each lane in a tile."""
-    return {"mapped": transport == "mapped", "scratch_tokens": 2 * page_size * cp_size if tiled else 1 << 17}
+    return {"mapped": transport == "mapped", "scratch_tokens": 2 * page_size * cp_size if tiled else 1 << 17,
+            "gathers_queries": DIRECTIONS[direction]}
 
 
 @pytest.fixture(autouse=True)
@@ -109,31 +121,57 @@ def prefetch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environ, "SGLANE_CP_PREFETCH_MIN_TOKENS", 1)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize(("cp_size", "page_size", "transport"), [
-    (1, 4, "gathered"), (2, 1, "gathered"), (2, 16, "mapped"), (3, 4, "mapped"), (3, 4, "gathered"), (4, 4, "gathered")])
+@pytest.mark.parametrize(("cp_size", "page_size", "transport", "direction", "tiled"), [
+    (1, 4, "gathered", "keys", False), (1, 4, "gathered", "keys", True), (2, 1, "gathered", "auto", False), (2, 1, "gathered", "both", True),
+    (2, 16, "mapped", "keys", True), (2, 16, "mapped", "queries", False), (3, 4, "mapped", "keys", False), (3, 4, "gathered", "keys", True),
+    (3, 4, "gathered", "both", False), (4, 4, "gathered", "keys", False), (4, 4, "mapped", "queries", True)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_extends_over_prefixes(kind: str, cp_size: int, page_size: int, transport: str, tiled: bool) -> None:
+def test_extends_over_prefixes(kind: str, cp_size: int, page_size: int, transport: str, direction: str, tiled: bool) -> None:
     before = fallback.counts()
-    Scene(kind, page_size, cp_size, **options_of(transport, page_size, cp_size, tiled)).run(2 * page_size + 3)
+    Scene(kind, page_size, cp_size, **options_of(transport, page_size, cp_size, tiled, direction)).run(2 * page_size + 3)
     assert fallback.counts() == before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("direction", sorted(DIRECTIONS))
 @pytest.mark.parametrize("transport", ["mapped", "gathered"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_combination(kind, cp_size, page_size, transport, tiled, ties, prefetch, monkeypatch) -> None:
-    if not prefetch:
+def test_every_combination(kind, cp_size, page_size, transport, direction, tiled, ties, monkeypatch) -> None:
+    if cp_size == 1 and (transport, direction) != ("gathered", "keys"):
+        pytest.skip("one rank has no such choice")
+    if ties:  # and, to halve the number of runs, without prefetch
         monkeypatch.setattr(environ, "SGLANE_CP_PREFETCH_MIN_TOKENS", 1 << 30)
     for chunk in (page_size + 1, 3 * page_size * cp_size, 1 << 20):
-        Scene(kind, page_size, cp_size, ties, **options_of(transport, page_size, cp_size, tiled)).run(chunk)
+        Scene(kind, page_size, cp_size, ties, **options_of(transport, page_size, cp_size, tiled, direction)).run(chunk)
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_ties_across_tiles(cp_size: int) -> None:
-    Scene("dsa", 4, cp_size, True, scratch_tokens=8 * cp_size).run(11)
+@pytest.mark.parametrize(("cp_size", "direction"), [(1, "keys"), (2, "keys"), (2, "queries")])
+def test_ties_across_tiles(cp_size: int, direction: str) -> None:
+    Scene("dsa", 4, cp_size, True, scratch_tokens=8 * cp_size, gathers_queries=DIRECTIONS[direction]).run(11)
+
+
+def test_one_call_per_direction_and_layer() -> None:
+    """Extends of both directions and continues in one batch: the current rows, then the queries and the answers of all that ask, once a layer."""
+    scene = Scene("gqa", 4, 2, gathers_queries=lambda num_prefix, num_new: num_new == 3)
+    slots = range(4, 7)
+    scene.step([(slot, 8) for slot in slots], [])
+    scene.step([(4, 3), (5, 3), (6, 4)], [])
+    assert scene.world.last_groups.attention.num_calls == NUM_LAYERS * 3
+    scene.world.lengths[4] -= 1
+    scene.step([(5, 3), (6, 4)], [4])
+    assert scene.world.last_groups.attention.num_calls == NUM_LAYERS * 3
+
+
+def test_the_cost_of_the_directions() -> None:
+    """The longer the prefix and the fewer the new tokens, the better it is to send queries."""
+    deepseek = RowWidths(576 + 128, 128 * 192 + 64 * 129, 128 * 513, 2048)
+    asks = functools.partial(gathers_queries, widths=deepseek, num_ranks=8, num_bytes_per_element=2)
+    assert not asks(0, 1) and not asks(100, 100) and not asks(1 << 20, 2048)
+    assert asks(1 << 17, 4) and not asks(1 << 10, 4)
+    thresholds = [next(prefix for prefix in range(0, 1 << 24, 1 << 10) if asks(prefix, n)) for n in (1, 2, 4, 8, 64)]
+    assert thresholds == sorted(thresholds) and len(set(thresholds)) == 5
+    assert not gathers_queries(1 << 20, 1, deepseek, 1, 2)
