@@ -16,7 +16,7 @@ from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.step_view import StepRules
 from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
-from sglane.model_executor.memory import pool_rows
+from sglane.model_executor.memory import pool_rows, scratch_bytes
 from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes
 from sglane.model_executor.slot_table import Slot, SlotTable, TokenMask
 from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
@@ -58,7 +58,8 @@ class Executor:
     def ready(self, available: int) -> ExecutorReady:
         """What this rank can hold; available: device memory before the weights were loaded, in bytes."""
         page_bytes = num_bytes_per_page(self._specs, self._args.page_size)
-        max_rows = pool_rows(self._args, self._device, available, self._model.weight_bytes, page_bytes)
+        fixed_bytes = self._model.weight_bytes + scratch_bytes(self._specs, self._args.cp_scratch_tokens)
+        max_rows = pool_rows(self._args, self._device, available, fixed_bytes, page_bytes)
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         return ExecutorReady(self.rank, self._specs, page_bytes, max_rows, self._model.weight_bytes, self._config.context_length,
                              self._config.vocab_size, name)

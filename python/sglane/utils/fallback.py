@@ -11,6 +11,7 @@ DECLARED = {
 }
 
 _counts: Counter[str] = Counter(dict.fromkeys(DECLARED, 0))
+_reported: dict[int, dict[str, int]] = {}  # by rank: what other processes count
 
 
 def count(name: str) -> None:
@@ -21,5 +22,11 @@ def count(name: str) -> None:
     _counts[name] += 1
 
 
+def report(rank: int, found: dict[str, int]) -> None:
+    """All that the process of a rank has counted since its start; takes the place of its last report."""
+    _reported[rank] = dict(found)
+
+
 def counts() -> dict[str, int]:
-    return dict(_counts)
+    """Of this process and of those that reported to it."""
+    return {name: number + sum(found.get(name, 0) for found in _reported.values()) for name, number in _counts.items()}

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from kits.attention_world import NUM_LAYERS, World, assign_pages, poisoned_plane
+from kits.plan_driver import PlanDriver
+from kits.process_ranks import process_ranks, run_on, toy_worker
+from kits.toy_model import ToyConfig, ToyModel
 from sglane import environ
 from sglane.forward.token_split import Entry
 from sglane.layers.attention.plane import Plane
@@ -227,3 +230,15 @@ def test_pages_are_read_in_place_lane_by_lane() -> None:
     out = torch.empty(4, 6)
     tile.fill(plan.tiles[0].pieces[0].places, out)
     assert out[:, 0].tolist() == [5.0, 4.0, 9.0, 6.0]
+
+
+def test_processes_fetch_ahead_over_their_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host threads' collectives run beside those of the layers; the tokens are those of the reference."""
+    monkeypatch.setenv("SGLANE_CP_PREFETCH_MIN_TOKENS", "1")
+    model, prompt = ToyModel(ToyConfig("dsa")), np.random.default_rng(1).integers(0, 61, 150).tolist()
+    with process_ranks(2, toy_worker, "dsa", 4, 60) as pipes:
+        drive = PlanDriver(run_on(pipes), 4, 2, 60)
+        outputs = drive.generate(0, prompt, 3, 40)
+        for pipe in pipes:
+            pipe.send(None)
+    assert outputs == model.greedy(prompt, 3)
