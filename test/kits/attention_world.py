@@ -1,5 +1,5 @@
 """Slots, pages and steps of random data for attention tests, with a dense reference."""
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +44,7 @@ class World:
     index_width: int = 1  # 1: there is no such plane
     mapped: bool = False  # lanes read each other's planes
     scratch_tokens: int = 1 << 17
-    gathers_queries: Callable[[int, int], bool] = lambda num_prefix, num_new: False
+    gathers_queries: Callable[[Sequence[tuple[int, int]]], list[bool]] = lambda extends: [False] * len(extends)
     lengths: dict[int, int] = field(default_factory=dict)
     planes: list[tuple[Plane, Plane]] = field(default_factory=list)
 

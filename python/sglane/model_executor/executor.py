@@ -1,6 +1,6 @@
 """One rank: carries out plans strictly in order, in the order of duties stated in `plan/step_plan.py`."""
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -74,7 +74,7 @@ class Executor:
         self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device,
                                    StepRules(self._args.cp_scratch_tokens, self._directions()), self._tap)
 
-    def _directions(self) -> Callable[[int, int], bool]:
+    def _directions(self) -> Callable[[Sequence[tuple[int, int]]], list[bool]]:
         """Which extends send their queries to the lanes, by the bytes of this model's rows."""
         layers = {name: (num_layers, width) for name, num_layers, width in self._config.kv_planes() if name.startswith("target.")}
         num_layers = layers["target.kv"][0]

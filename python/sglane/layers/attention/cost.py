@@ -1,4 +1,5 @@
 """Pure rules of the attention layers: which form is cheaper, how large a tile is, which decode rows go together."""
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ TILE_ROW_BYTES = 256
 TILE_ELEMENTS = 1 << 24
 #: Key rows, padding included, gathered at once for decode rows.
 GATHER_TOKENS = 1 << 15
-#: New tokens of an extend beyond which its queries stay: their selected sets and partial results would be held by every rank.
+#: New tokens of extends that send their queries in one step: every rank holds the selected sets and the partial results of all of them.
 MOST_QUERIES = 256
 
 
@@ -22,10 +23,23 @@ class RowWidths(NamedTuple):
     topk: int  # selected keys, 0: dense attention
 
 
-def gathers_queries(num_prefix: int, num_new: int, widths: RowWidths, num_ranks: int, num_bytes_per_element: int) -> bool:
-    """Which way an extend of `num_new` tokens after `num_prefix` goes: True if sending its queries to all lanes, which answer with partial results
-    (float32) and candidates of the selection (score and position), moves fewer bytes to each rank than sending it the rows of all lanes."""
-    if num_ranks == 1 or num_prefix == 0 or num_new > MOST_QUERIES:
+def gathers_queries(extends: Sequence[tuple[int, int]], widths: RowWidths, num_ranks: int, num_bytes_per_element: int) -> list[bool]:
+    """Which way each extend of a step goes, (prefix tokens, new tokens): True: its queries are gathered, False: keys are. Queries are where that
+    moves fewer bytes, the shortest extends first, until there are MOST_QUERIES."""
+    room = MOST_QUERIES
+    chosen = [False] * len(extends)
+    for i in sorted(range(len(extends)), key=lambda i: extends[i][1]):
+        num_prefix, num_new = extends[i]
+        if num_new <= room and queries_move_less(num_prefix, num_new, widths, num_ranks, num_bytes_per_element):
+            chosen[i] = True
+            room -= num_new
+    return chosen
+
+
+def queries_move_less(num_prefix: int, num_new: int, widths: RowWidths, num_ranks: int, num_bytes_per_element: int) -> bool:
+    """True if sending the queries of an extend to all lanes, which answer with partial results (float32) and candidates of the selection (score and
+    position), moves fewer bytes to each rank than sending it the rows of all lanes."""
+    if num_ranks == 1 or num_prefix == 0:
         return False
     num_keys = num_prefix + num_new
     # In units of (ranks - 1) / ranks: rows and queries come from all other ranks together, answers from each of them.

@@ -148,7 +148,7 @@ def _extend_candidates(q: Tensor, weights: Tensor, plane: Plane, layer: int, ext
     for piece in lane_pieces(plane, layer, extend):
         best.add(piece)
     scores, positions = best.result()
-    rows = extend.table[positions // plane.page_size].masked_fill(scores == float("-inf"), 0)
+    rows = extend.table[positions // plane.page_size]  # of padding: any, since _compact hides it
     return scores, rows, positions % plane.page_size, positions
 
 

@@ -176,7 +176,7 @@ class PagedAttention:
                 packed = self._gather_queries(packed, part)
                 num_heads, dim = q.shape[1:]
                 self._query_sets = select_queries(packed[:, :num_heads * dim].view(-1, num_heads, dim), packed[:, num_heads * dim:], plane,
-                                                       index.layer, part, index.topk, self._exchange)
+                                                  index.layer, part, index.topk, self._exchange)
         if self._tap is not None:
             self._report(layer, self._tap)
 

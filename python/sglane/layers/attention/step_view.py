@@ -1,5 +1,5 @@
 """Where the keys of a step are: index tensors that are computed once per step and used by every layer and plane."""
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,8 +82,8 @@ class StepRules:
     """What holds for every step of a rank."""
 
     scratch_tokens: int  # prefix tokens that one layer holds at once, see plan_prefix
-    #: (prefix tokens, new tokens) of an extend -> True: its queries are gathered, False: keys are. The same on every rank.
-    gathers_queries: Callable[[int, int], bool]
+    #: (prefix tokens, new tokens) of a step's extends -> True: its queries are gathered, False: keys are. The same on every rank.
+    gathers_queries: Callable[[Sequence[tuple[int, int]]], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ def build_view(entries: list[Entry], num_extends: int, split: TokenSplit, rank: 
     """entries: `num_extends` extends, then continues of one token each."""
     local = split.local(rank)
     bounds = np.searchsorted(split.entries[local], np.arange(len(entries) + 1))  # local tokens of entry e: [bounds[e], bounds[e + 1])
-    asking = [cp_size > 1 and rules.gathers_queries(entry.start, entry.num_tokens) for entry in entries[:num_extends]]
+    asking = [False] * num_extends
+    if cp_size > 1:
+        asking = rules.gathers_queries([(entry.start, entry.num_tokens) for entry in entries[:num_extends]])
     extends, first = [], 0
     for e, entry in enumerate(entries[:num_extends]):
         if not asking[e]:

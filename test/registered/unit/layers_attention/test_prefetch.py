@@ -219,6 +219,27 @@ def test_cold_extends_read_no_pool(cp_size: int, monkeypatch: pytest.MonkeyPatch
         next(steps)
 
 
+@pytest.mark.parametrize("bad_layer", range(NUM_LAYERS))
+def test_a_rank_that_fails_ends_the_step_of_all(bad_layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fetches are waited for, those of the others end with it."""
+    monkeypatch.setattr(environ, "SGLANE_CP_PREFETCH_MIN_TOKENS", 1)
+    world = World(4, 2, assign_pages(np.random.default_rng(3), [24], 4, 2), 32)
+    lock, calls = threading.Lock(), [0] * NUM_LAYERS
+
+    def call(attention, layer, slots, positions, fails=False):
+        n = len(slots)
+        with lock:
+            calls[layer] += 1
+            first = calls[layer] == 1
+        if fails and layer == bad_layer and first:
+            raise ValueError("one rank fails")
+        return attention.gqa(layer, torch.ones(n, 4, 8), torch.ones(n, 2, 8), torch.ones(n, 2, 8), 0.5)
+    world.step([(0, 12)], [], call)
+    calls[:] = [0] * NUM_LAYERS
+    with pytest.raises(ValueError, match="one rank fails"):
+        world.step([(0, 5)], [], lambda *arguments: call(*arguments, fails=True))
+
+
 def test_pages_are_read_in_place_lane_by_lane() -> None:
     planes = [poisoned_plane("target.kv", 6, 2, 3) for _ in range(2)]
     for lane, plane in enumerate(planes):

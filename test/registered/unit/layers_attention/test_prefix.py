@@ -8,7 +8,7 @@ import torch
 
 from kits.attention_world import NUM_LAYERS, MlaCall, MlaData, World, assign_pages, dense_gqa
 from sglane import environ
-from sglane.layers.attention.cost import RowWidths, gathers_queries
+from sglane.layers.attention.cost import RowWidths, gathers_queries, queries_move_less
 from sglane.utils import fallback
 
 CPU = torch.device("cpu")
@@ -103,9 +103,9 @@ class Scene:
 
 #: Which extends gather queries.
 DIRECTIONS = {
-    "keys": lambda num_prefix, num_new: False,
-    "queries": lambda num_prefix, num_new: True,
-    "both": lambda num_prefix, num_new: (num_prefix + num_new) % 2 == 1,
+    "keys": lambda extends: [False] * len(extends),
+    "queries": lambda extends: [True] * len(extends),
+    "both": lambda extends: [sum(tokens) % 2 == 1 for tokens in extends],
     "auto": functools.partial(gathers_queries, widths=RowWidths(28, 40, 50, TOPK), num_ranks=2, num_bytes_per_element=4),
 }
 
@@ -156,7 +156,7 @@ def test_ties_across_tiles(cp_size: int, direction: str) -> None:
 
 def test_one_call_per_direction_and_layer() -> None:
     """Extends of both directions and continues in one batch: the current rows, then the queries and the answers of all that ask, once a layer."""
-    scene = Scene("gqa", 4, 2, gathers_queries=lambda num_prefix, num_new: num_new == 3)
+    scene = Scene("gqa", 4, 2, gathers_queries=lambda extends: [num_new == 3 for _, num_new in extends])
     slots = range(4, 7)
     scene.step([(slot, 8) for slot in slots], [])
     scene.step([(4, 3), (5, 3), (6, 4)], [])
@@ -169,9 +169,11 @@ def test_one_call_per_direction_and_layer() -> None:
 def test_the_cost_of_the_directions() -> None:
     """The longer the prefix and the fewer the new tokens, the better it is to send queries."""
     deepseek = RowWidths(576 + 128, 128 * 192 + 64 * 129, 128 * 513, 2048)
-    asks = functools.partial(gathers_queries, widths=deepseek, num_ranks=8, num_bytes_per_element=2)
-    assert not asks(0, 1) and not asks(100, 100) and not asks(1 << 20, 2048)
+    asks = functools.partial(queries_move_less, widths=deepseek, num_ranks=8, num_bytes_per_element=2)
+    assert not asks(0, 1) and not asks(100, 100)
     assert asks(1 << 17, 4) and not asks(1 << 10, 4)
     thresholds = [next(prefix for prefix in range(0, 1 << 24, 1 << 10) if asks(prefix, n)) for n in (1, 2, 4, 8, 64)]
     assert thresholds == sorted(thresholds) and len(set(thresholds)) == 5
-    assert not gathers_queries(1 << 20, 1, deepseek, 1, 2)
+    assert not queries_move_less(1 << 20, 1, deepseek, 1, 2)
+    assert gathers_queries([(1 << 22, 200), (1 << 22, 100), (1 << 10, 8), (1 << 22, 100), (1 << 22, 100)], deepseek, 8, 2) == [
+        False, True, False, True, False]
