@@ -14,6 +14,8 @@ SGLANE_DEBUG_LEDGER = _flag("SGLANE_DEBUG_LEDGER")
 SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
 #: Compute threads of each executor rank; 0: by step size and the cores that other processes leave free.
 SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))
+#: Prefix tokens of a step from which several ranks fetch the prefix one layer ahead (see the page on context-parallel attention).
+SGLANE_CP_PREFETCH_MIN_TOKENS = int(os.environ.get("SGLANE_CP_PREFETCH_MIN_TOKENS", "1024"))
 #: Folder for what is converted once and used again, such as the tokenizer of a GGUF file; default: ~/.cache/sglane.
 SGLANE_CACHE_DIR = os.environ.get("SGLANE_CACHE_DIR") or os.path.expanduser("~/.cache/sglane")
 #: How spans travel with --enable-trace, as OpenTelemetry's SDK names it: grpc or http/protobuf. (The SDK reads its other variables itself.)

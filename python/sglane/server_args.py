@@ -91,10 +91,13 @@ class ServerArgs:
                                     "--enable-kv-cache-sharding")
     cp_strategy: Literal["zigzag"] = arg("zigzag", "owner policy of prefill pages", "Context parallelism")
 
+    cp_scratch_tokens: int = arg(131072, "prefix tokens that one layer's attention holds at once, in two tiles; longer prefixes are streamed",
+                                 "Context parallelism")
+
     def resolve(self) -> "ServerArgs":
         """Validate; raises ConfigError naming the flag."""
         positive = ("page_size", "cp_size", "max_running_requests", "max_queued_requests", "max_total_tokens", "context_length",
-                    "stream_interval", "decode_log_interval", "max_body_bytes")
+                    "stream_interval", "decode_log_interval", "max_body_bytes", "cp_scratch_tokens")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,4 +1,5 @@
 """Slots, pages and steps of random data for attention tests, with a dense reference."""
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -6,12 +7,14 @@ import torch
 from torch import Tensor
 
 from kits.thread_ranks import ThreadGroup
-from sglane.distributed.exchange.local import LocalExchange
+from sglane.distributed.groups import Groups, local_groups
 from sglane.forward.forward_batch import SHARED_SELECTION, IndexInputs
 from sglane.forward.token_split import Entry, split_tokens
 from sglane.layers.attention.paged import PagedAttention
 from sglane.layers.attention.plane import Plane
-from sglane.layers.attention.step_view import build_view
+from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
+from sglane.layers.attention.prefix import prefix_pages
+from sglane.layers.attention.step_view import StepRules, build_view
 
 torch.set_num_threads(1)
 NUM_LAYERS = 2
@@ -38,7 +41,10 @@ class World:
     cp_size: int
     pages: list[np.ndarray]
     kv_width: int
-    index_width: int = 1
+    index_width: int = 1  # 1: there is no such plane
+    mapped: bool = False  # lanes read each other's planes
+    scratch_tokens: int = 1 << 17
+    gathers_queries: Callable[[Sequence[tuple[int, int]]], list[bool]] = lambda extends: [False] * len(extends)
     lengths: dict[int, int] = field(default_factory=dict)
     planes: list[tuple[Plane, Plane]] = field(default_factory=list)
 
@@ -46,6 +52,7 @@ class World:
         rows = 2 + max(int(page.max()) for page in self.pages) // self.cp_size
         self.planes = [(poisoned_plane("target.kv", rows, self.page_size, self.kv_width),
                         poisoned_plane("target.index", rows, self.page_size, self.index_width)) for _ in range(self.cp_size)]
+        self._threads = [PrefetchThread() for _ in range(self.cp_size)] if self.cp_size > 1 else [None]
 
     def step(self, extends: list[tuple[int, int]], continues: list[int], call, tap=None) -> tuple[Tensor, list[tuple[int, int]]]:
         """call(attention, layer, slots [n], positions [n]) -> o [n, ...] for local tokens.
@@ -57,17 +64,23 @@ class World:
         split = split_tokens(entries, self.page_size, self.cp_size)
         slots = np.array([entry.slot for entry in entries])[split.entries]
 
-        def rank_work(rank: int, exchange):
+        def rank_work(rank: int, groups: Groups):
             local = split.local(rank)
-            view = build_view(entries, len(extends), split, rank, self.cp_size, self.page_size, torch.device("cpu"))
-            attention = PagedAttention(*self.planes[rank], view, exchange, tap)
-            return torch.stack([call(attention, layer, slots[local], split.positions[local]) for layer in range(NUM_LAYERS)])
+            view = build_view(entries, len(extends), split, rank, self.cp_size, self.page_size, torch.device("cpu"),
+                              StepRules(self.scratch_tokens, self.gathers_queries))
+            lanes = list(zip(*self.planes)) if self.mapped else [[], []]
+            sources = {plane.name: prefix_pages(plane, lane, groups.prefetch) for plane, lane in zip(self.planes[rank], lanes) if plane.width > 1}
+            with PrefixReader(sources, view.prefix, self._threads[rank]) as prefix:
+                attention = PagedAttention(*self.planes[rank], view, groups.attention, prefix, tap)
+                return torch.stack([call(attention, layer, slots[local], split.positions[local]) for layer in range(NUM_LAYERS)])
 
         if self.cp_size == 1:
-            results = [rank_work(0, LocalExchange())]
+            self.last_groups = local_groups()
+            results = [rank_work(0, self.last_groups)]
         else:
             group = ThreadGroup(self.cp_size)
-            results = group.run(lambda rank: rank_work(rank, group.exchange(rank)))
+            self.last_groups = group.groups(0)
+            results = group.run(lambda rank: rank_work(rank, group.groups(rank)))
         joined = torch.cat(results, 1)
         out = torch.empty_like(joined)
         out[:, split.order] = joined

@@ -50,22 +50,22 @@ class TinyModel:
         self._shards: dict[int, list[CausalLM]] = {}
 
     def engine(self, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True, tap: Any = None,
-               grammars: Grammars | None = None, **limits: Any) -> Engine:
+               grammars: Grammars | None = None, scratch_tokens: int = 1 << 17, **limits: Any) -> Engine:
         """A fresh pool and slot table; `tap` sees the selected index sets."""
-        executor = Executor(self.config, self.weights, self._args(page_size), tap=tap)
+        executor = Executor(self.config, self.weights, self._args(page_size, 1, scratch_tokens), tap=tap)
         if grammars is not None:
             executor.use_grammars(grammars)
         executor.init_pool(PoolInit(num_pages + 1, num_slots, num_pages))
         return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, **limits)
 
     def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
-              make_grammars: Callable[[], Grammars] | None = None, **limits: Any) -> Engine:
+              make_grammars: Callable[[], Grammars] | None = None, scratch_tokens: int = 1 << 17, **limits: Any) -> Engine:
         """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank."""
         num_rows = num_pages // cp_size + 1
         group, executors = ThreadGroup(cp_size), []
         weights = self.shards(cp_size)
         for rank in range(cp_size):
-            executor = Executor(self.config, weights[rank], self._args(page_size, cp_size), rank, group.groups(rank))
+            executor = Executor(self.config, weights[rank], self._args(page_size, cp_size, scratch_tokens), rank, group.groups(rank))
             if make_grammars is not None:
                 executor.use_grammars(make_grammars())
             executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
@@ -83,8 +83,9 @@ class TinyModel:
     def _load(self, shard: ExpertShard) -> CausalLM:
         return load_model(self.config, torch.device("cpu"), torch.float32, show_progress=False, shard=shard)
 
-    def _args(self, page_size: int, cp_size: int = 1) -> ServerArgs:
-        return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
+    def _args(self, page_size: int, cp_size: int, scratch_tokens: int) -> ServerArgs:
+        return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1,
+                          cp_scratch_tokens=scratch_tokens)
 
 
 def full_logprobs(vocab_size: int) -> dict[str, Any]:

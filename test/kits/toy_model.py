@@ -28,6 +28,12 @@ class ToyConfig:
         num_index_layers = self.num_layers - len(SHARED_LAYERS) if self.kind == "dsa" else 0
         return (("target.kv", self.num_layers, LATENT + ROPE), ("target.index", num_index_layers, INDEX_DIM))
 
+    def query_widths(self) -> tuple[int, int, int]:
+        if self.kind == "gqa":
+            return HEADS * DIM, HEADS * (DIM + 1), 0
+        queries, partial = HEADS * (DIM + ROPE), HEADS * (LATENT + 1)
+        return (queries + INDEX_HEADS * (INDEX_DIM + 1), partial, TOPK) if self.kind == "dsa" else (queries, partial, 0)
+
 
 class ToyModel:
     """Random weights from a fixed seed."""

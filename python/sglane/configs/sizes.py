@@ -125,3 +125,12 @@ class ModelConfig:
         if self.index is None:
             return (latent,)
         return (latent, KVPlane("target.index", len(self.index.full_layers), self.index.head_dim))
+
+    def query_widths(self) -> tuple[int, int, int]:
+        """Per token and layer: elements of the queries of all heads (those of the indexer and its head weights included), of their partial
+        results with a log-sum-exp each, and keys that are selected (0: all)."""
+        queries = self.num_heads * self.head_dim
+        partial = self.num_heads * (self.head_dim if self.mla is None else self.mla.kv_lora_rank) + self.num_heads
+        if self.index is None:
+            return queries, partial, 0
+        return queries + self.index.num_heads * (self.index.head_dim + 1), partial, self.index.topk

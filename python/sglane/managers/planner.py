@@ -35,6 +35,7 @@ from sglane.plan.io_struct import (
 from sglane.plan.step_plan import (
     ExecutorError,
     ExecutorReady,
+    FallbackCounts,
     FromExecutor,
     GrammarReady,
     PoolInit,
@@ -46,6 +47,7 @@ from sglane.plan.step_plan import (
     ToExecutor,
 )
 from sglane.server_args import ConfigError, ProcessSpec, ServerArgs
+from sglane.utils import fallback
 from sglane.utils.ipc import Receiver, Sender
 
 logger = logging.getLogger(__name__)
@@ -211,6 +213,8 @@ class Planner:
                 self.scheduler.ledger.audit()
         elif isinstance(message, Progress):
             self._last_progress_s[message.rank] = time.monotonic()
+        elif isinstance(message, FallbackCounts):
+            fallback.report(message.rank, message.counts)
         elif isinstance(message, GrammarReady):
             self._on_answer(message.request_id, message.rank, "")
         elif isinstance(message, ProfileDone):

@@ -22,8 +22,9 @@ from sglane.model_executor.loader import load_model
 from sglane.model_executor.memory import available_bytes
 from sglane.model_executor.profiler import StepProfiler
 from sglane.plan.io_struct import PrepareGrammar, SetLogLevel, StartProfile, StopProfile
-from sglane.plan.step_plan import ExecutorError, PoolInit, PoolReady, ProfileDone, Progress, StepPlan, Stop, ToExecutor
+from sglane.plan.step_plan import ExecutorError, FallbackCounts, PoolInit, PoolReady, ProfileDone, Progress, StepPlan, Stop, ToExecutor
 from sglane.server_args import ProcessSpec, ServerArgs
+from sglane.utils import fallback
 from sglane.utils import logging as log
 from sglane.utils.ipc import Receiver, Sender
 from sglane.utils.parent import die_with_parent
@@ -91,6 +92,7 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
     tickets = grammars_of(spec, context, executor, stack)
     profiler = StepProfiler(spec.rank, device)
     sender.send(executor.ready(available))
+    counted = fallback.counts()
     work_ahead: Callable[[], bool] = bool  # before there is a pool: nothing to do
     while True:
         while not receiver.poll(0) and work_ahead():
@@ -98,6 +100,8 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
         message = receiver.recv()
         if isinstance(message, StepPlan):
             sender.send(executor.run(message))
+            if counted != (counted := fallback.counts()):
+                sender.send(FallbackCounts(spec.rank, counted))
             if profiler.is_on:
                 profiler.step_ended()
         elif isinstance(message, PrepareGrammar):

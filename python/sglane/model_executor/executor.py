@@ -1,6 +1,7 @@
 """One rank: carries out plans strictly in order, in the order of duties stated in `plan/step_plan.py`."""
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +11,12 @@ from torch import Tensor
 from sglane import environ
 from sglane.distributed.groups import Groups, local_groups
 from sglane.forward.layer_hooks import Holds, StepHooks
+from sglane.layers.attention.cost import RowWidths, gathers_queries
 from sglane.layers.attention.indexer import SelectionTap
+from sglane.layers.attention.step_view import StepRules
 from sglane.model_executor import logprobs, sampler
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
-from sglane.model_executor.memory import pool_rows
+from sglane.model_executor.memory import pool_rows, scratch_bytes
 from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes
 from sglane.model_executor.slot_table import Slot, SlotTable, TokenMask
 from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
@@ -55,7 +58,8 @@ class Executor:
     def ready(self, available: int) -> ExecutorReady:
         """What this rank can hold; available: device memory before the weights were loaded, in bytes."""
         page_bytes = num_bytes_per_page(self._specs, self._args.page_size)
-        max_rows = pool_rows(self._args, self._device, available, self._model.weight_bytes, page_bytes)
+        fixed_bytes = self._model.weight_bytes + scratch_bytes(self._specs, self._args.cp_scratch_tokens)
+        max_rows = pool_rows(self._args, self._device, available, fixed_bytes, page_bytes)
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         return ExecutorReady(self.rank, self._specs, page_bytes, max_rows, self._model.weight_bytes, self._config.context_length,
                              self._config.vocab_size, name)
@@ -67,7 +71,16 @@ class Executor:
         self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device)
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
-        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device, self._tap)
+        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device,
+                                   StepRules(self._args.cp_scratch_tokens, self._directions()), self._tap)
+
+    def _directions(self) -> Callable[[Sequence[tuple[int, int]]], list[bool]]:
+        """Which extends send their queries to the lanes, by the bytes of this model's rows."""
+        layers = {name: (num_layers, width) for name, num_layers, width in self._config.kv_planes() if name.startswith("target.")}
+        num_layers = layers["target.kv"][0]
+        key = sum(count * width for count, width in layers.values()) // num_layers  # layers that share a selection have no index keys
+        widths = RowWidths(key, *self._config.query_widths())
+        return partial(gathers_queries, widths=widths, num_ranks=self._args.cp_size, num_bytes_per_element=self._dtype.itemsize)
 
     def use_grammars(self, grammars: Grammars) -> None:
         """Without this, no request may have a grammar."""

@@ -34,6 +34,7 @@ class KVPool:
         self._memory = HostMemory(shapes, dtype) if device.type == "cpu" else None
         buffers = self._memory.buffers if self._memory else device_memory(shapes, dtype, device)
         self.planes = {name: Plane(name, buffer) for name, buffer in buffers.items()}
+        self.lanes: dict[str, list[Plane]] = {}  # plane name -> the planes of all lanes, where they are mapped here
         num_bytes = num_rows * num_bytes_per_page(specs, page_size)
         logger.info("KV Cache is allocated. dtype: %s, #tokens: %d, KV size: %.2f GB", dtype, (num_rows - 1) * page_size, num_bytes / (1 << 30))
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import torch
 
+from sglane.plan.step_plan import PlaneSpec
 from sglane.server_args import ServerArgs
 
 #: Share of the device memory for weights and KV pool, unless --mem-fraction-static says otherwise.
@@ -23,18 +24,24 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
-def pool_rows(args: ServerArgs, device: torch.device, available: int, weight_bytes: int, page_bytes: int) -> int:
-    """Rows of one lane, sink row included. `available`: device memory before the weights were loaded, in bytes.
+def scratch_bytes(specs: list[PlaneSpec], scratch_tokens: int) -> int:
+    """What attention holds of the prefixes of one layer: the rows that were fetched, and those put together for one extend."""
+    return 2 * scratch_tokens * sum(spec.width * spec.num_bytes_per_element for spec in specs)
+
+
+def pool_rows(args: ServerArgs, device: torch.device, available: int, fixed_bytes: int, page_bytes: int) -> int:
+    """Rows of one lane, sink row included. `available`: device memory before the weights were loaded, in bytes; fixed_bytes: what weights and
+    scratch memory take of it.
 
     Ranks on CPU share the machine's memory evenly. Raises MemoryError naming the flags if not even one page fits.
     """
     num_sharers = args.cp_size if device.type == "cpu" else 1
     fraction = args.mem_fraction_static or DEFAULT_FRACTION[device.type]
-    budget = int(available / num_sharers * fraction) - weight_bytes
+    budget = int(available / num_sharers * fraction) - fixed_bytes
     if args.max_total_tokens is not None:
         wanted = -(-args.max_total_tokens // (args.page_size * args.cp_size)) + 1
         if wanted * page_bytes > budget and args.mem_fraction_static is None:
-            budget = int(available / num_sharers * 0.95) - weight_bytes  # asked for by name: all that there is
+            budget = int(available / num_sharers * 0.95) - fixed_bytes  # asked for by name: all that there is
         if wanted * page_bytes > budget:
             raise MemoryError(f"--max-total-tokens {args.max_total_tokens} needs {wanted * page_bytes / 2**30:.2f} GiB of KV pool per rank, "
                               f"but {max(budget, 0) / 2**30:.2f} GiB are left")

@@ -12,7 +12,9 @@ from sglane.forward.forward_batch import ForwardBatch, LayerHooks
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.paged import PagedAttention
-from sglane.layers.attention.step_view import build_view
+from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
+from sglane.layers.attention.prefix import PrefixPages, prefix_pages
+from sglane.layers.attention.step_view import StepRules, build_view
 from sglane.model_executor.kv_pool import KVPool
 
 
@@ -34,6 +36,10 @@ class ModelSizes(Protocol):
 
     def kv_planes(self) -> tuple[tuple[str, int, int], ...]:
         """(name, layers, width in elements) of every plane."""
+        ...
+
+    def query_widths(self) -> tuple[int, int, int]:
+        """Per token and layer: elements of the queries of all heads, of their partial results, and keys that are selected (0: all)."""
         ...
 
 
@@ -68,7 +74,7 @@ class ModelRunner:
     """Runs the model over the local tokens of a step."""
 
     def __init__(self, model: Model, pool: KVPool, groups: Groups, hooks: LayerHooks, page_size: int, device: torch.device,
-                 tap: SelectionTap | None = None):
+                 rules: StepRules, tap: SelectionTap | None = None):
         self._model = model
         self._pool = pool
         self._exchange = groups.attention
@@ -76,7 +82,10 @@ class ModelRunner:
         self._hooks = hooks
         self._page_size = page_size
         self._device = device
+        self._rules = rules
         self._tap = tap
+        self._prefetch_exchange = groups.prefetch
+        self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 else None
 
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
@@ -90,13 +99,19 @@ class ModelRunner:
         lanes = split.lanes(outputs)
         own = outputs[lanes == exchange.rank]
         max_outputs = int(np.bincount(lanes, minlength=1).max())
-        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device)
-        index = self._pool.planes.get("target.index")
-        attention = PagedAttention(self._pool.plane("target.kv"), index, view, exchange, self._tap)
-        batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
-                             torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,
-                             expert_rows(self._experts, split.max_length), expert_rows(self._experts, max_outputs))
-        return StepForward(self._model.forward(batch), own)
+        view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules)
+        with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread) as prefix:
+            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._tap)
+            batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
+                                 torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,
+                                 expert_rows(self._experts, split.max_length), expert_rows(self._experts, max_outputs))
+            return StepForward(self._model.forward(batch), own)
+
+    def _prefix_pages(self) -> dict[str, PrefixPages]:
+        """How the prefixes of the model's planes come here; the draft's planes are read by the draft."""
+        pool = self._pool
+        return {name: prefix_pages(plane, pool.lanes.get(name, []), self._prefetch_exchange) for name, plane in pool.planes.items()
+                if name.startswith("target.")}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] -> float32 [m, V]."""

@@ -106,6 +106,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     layer: int
 
 
+class FallbackCounts(msgspec.Struct, frozen=True, tag="fallback_counts"):
+    """Declared slower paths that a rank has taken since its start, by name; sent when a number has changed."""
+
+    rank: int
+    counts: dict[str, int]
+
+
 class PlaneSpec(msgspec.Struct, frozen=True, array_like=True):
     """One kind of bytes of a page: `layers` layers of `width` elements a token."""
 
@@ -167,4 +174,4 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 ToExecutor = PoolInit | StepPlan | PrepareGrammar | StartProfile | StopProfile | SetLogLevel | Stop
-FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | GrammarReady | ProfileDone | ExecutorError
+FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | FallbackCounts | GrammarReady | ProfileDone | ExecutorError

@@ -7,9 +7,11 @@ logger = logging.getLogger(__name__)
 #: name -> when it is taken. A slower path that is not listed here must not exist.
 DECLARED = {
     "tail_copy_skipped": "a hit ends inside a page, but the lane of that page has no free page: the hit is cut to the page",
+    "cp_prefetch_late": "a layer's prefix pages were asked for before their prefetch had been launched: the layer waits for them",
 }
 
 _counts: Counter[str] = Counter(dict.fromkeys(DECLARED, 0))
+_reported: dict[int, dict[str, int]] = {}  # by rank: what other processes count
 
 
 def count(name: str) -> None:
@@ -20,5 +22,11 @@ def count(name: str) -> None:
     _counts[name] += 1
 
 
+def report(rank: int, found: dict[str, int]) -> None:
+    """All that the process of a rank has counted since its start; takes the place of its last report."""
+    _reported[rank] = dict(found)
+
+
 def counts() -> dict[str, int]:
-    return dict(_counts)
+    """Of this process and of those that reported to it."""
+    return {name: number + sum(found.get(name, 0) for found in _reported.values()) for name, number in _counts.items()}

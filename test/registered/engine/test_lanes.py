@@ -74,3 +74,19 @@ def test_retraction_eviction_and_lane_moves(family):
     for turn in range(2):
         for n in (64, 65, 7, 1):
             assert engine.outputs[f"{turn}.{n}"] == ref[f"greedy.{n}"].tolist(), (turn, n)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "glm_moe_dsa_share"])
+def test_prefixes_in_tiles_fetched_ahead(family, cp_size, monkeypatch):
+    """Scratch memory of 32 tokens: everything longer is streamed, on several ranks a tile ahead."""
+    monkeypatch.setattr(environ, "SGLANE_CP_PREFETCH_MIN_TOKENS", 1)
+    model, ref = load(family)
+    size = {"page_size": 4, "chunk": 24, "num_pages": 220, "scratch_tokens": 32}
+    engine = model.engine(**size) if cp_size == 1 else model.ranks(cp_size, **size)
+    for turn in range(2):  # the second one hits the cache
+        for n in LENGTHS:
+            engine.add(f"{turn}.{n}", ref[f"prompt.{n}"].numpy(), len(ref[f"greedy.{n}"]))
+        engine.run()
+        for n in LENGTHS:
+            assert engine.outputs[f"{turn}.{n}"] == ref[f"greedy.{n}"].tolist(), (turn, n)

@@ -33,14 +33,14 @@ class QueryTile:
 def query_tiles(positions: np.ndarray, num_rows: int, dtype: torch.dtype, device: torch.device) -> list[QueryTile]:
     """Cut queries at ascending positions int64 [n] into tiles of `num_rows`, each with its keys cut at its largest position.
 
-    dtype: of the scores. Adding a mask is three times faster than filling under one.
+    Positions may repeat, and -1 sees no key. dtype: of the scores. Adding a mask is three times faster than filling under one.
     """
     tiles = []
     for begin in range(0, len(positions), num_rows):
         at = positions[begin:begin + num_rows]
         num_keys, first_masked = int(at[-1]) + 1, int(at[0]) + 1
         mask = None
-        if num_keys - first_masked == len(at) - 1 > 0:
+        if num_keys - first_masked == len(at) - 1 > 0 and (at[1:] > at[:-1]).all():
             mask = _triangle(len(at), dtype, device)
         elif first_masked < num_keys:
             mask = _additive(at[:, None] < np.arange(first_masked, num_keys)[None], dtype, device)
@@ -61,15 +61,30 @@ def _additive(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> T
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale: float) -> Tensor:
     """q [n, H, D] at ascending `positions` int64 [n]; k [Hkv, T, D] and v [Hkv, T, Dv] of positions [0, T). Returns [n, H, Dv]."""
+    return _attend(q, k, v, positions, scale, None)
+
+
+def attend_partial(q: Tensor, k: Tensor, v: Tensor, last_visible: np.ndarray, scale: float) -> tuple[Tensor, Tensor]:
+    """Some of the keys of q [n, H, D], to be merged: k [Hkv, T, D], v [Hkv, T, Dv]; query i sees the keys [0, last_visible[i]], int64 [n]
+    ascending, -1: none. Returns o [n, H, Dv] and the log-sum-exp float32 [n, H], -inf with o = 0 where there is no key."""
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    return _attend(q, k, v, last_visible, scale, lse), lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale: float, lse: Tensor | None) -> Tensor:
+    """lse float32 [n, H] is filled in; None: every query sees at least one key."""
     n, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, value_dim = v.shape
     group = num_heads // num_kv_heads
     rows, heads = tile_shape(n, num_keys, num_kv_heads, group, q.itemsize)
     grouped = (q * scale).view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    out = q.new_empty((n, num_kv_heads, group, value_dim))
+    shape = (n, num_kv_heads, group, value_dim)
+    out = q.new_empty(shape) if lse is None else q.new_zeros(shape)
     room = q.new_empty(heads * group * rows * num_keys)  # scores of one tile
     for tile in query_tiles(positions, rows, q.dtype, q.device):
         m = tile.end - tile.begin
+        if tile.num_keys == 0:
+            continue
         for h in range(0, num_kv_heads, heads):
             some = slice(h, h + heads)
             queries = grouped[some, :, tile.begin:tile.end].reshape(-1, group * m, head_dim)
@@ -79,10 +94,21 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale:
             torch.bmm(queries, keys.transpose(1, 2), out=scores)
             if tile.mask is not None:
                 scores.view(-1, m, tile.num_keys)[..., tile.first_masked:].add_(tile.mask)
-            torch.softmax(scores, -1, out=scores)  # row by row, so in place; new memory for every tile would cost as much again
+            if lse is None:
+                torch.softmax(scores, -1, out=scores)  # row by row, so in place; new memory for every tile would cost as much again
+            else:
+                scores, found = _weights(scores, values.dtype)
+                lse.view(n, num_kv_heads, group)[tile.begin:tile.end, some] = found.view(-1, group, m).permute(2, 0, 1)
             o = torch.bmm(scores, values)  # [h, G * m, Dv]
             out[tile.begin:tile.end, some] = o.view(-1, group, m, value_dim).permute(2, 0, 1, 3)
     return out.view(n, num_heads, value_dim)
+
+
+def _weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """scores [..., T]; returns their softmax in `dtype`, zeros for a row of -inf, and the log-sum-exp float32 [...]."""
+    scores = scores.float()
+    lse = scores.logsumexp(-1)
+    return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp().to(dtype), lse
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, want_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -105,9 +131,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: f
         scores.view(b, num_kv_heads * group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
     if not want_lse:
         return torch.bmm(scores.softmax(-1), values).view(b, num_kv_heads, group, value_dim), None
-    scores = scores.float()
-    lse = scores.logsumexp(-1)  # [b * Hkv, G]
-    weights = (scores - lse.unsqueeze(-1)).exp().to(values.dtype)
+    weights, lse = _weights(scores, values.dtype)
     o = torch.bmm(weights, values).float()
     return o.view(b, num_kv_heads, group, value_dim), lse.view(b, num_kv_heads, group)
 
@@ -137,3 +161,25 @@ def merge_partials(o: Tensor, lse: Tensor) -> Tensor:
     weights = (lse - top.masked_fill(top == float("-inf"), 0.0)).exp()  # [N, ...]
     total = weights.sum(0).clamp_min(torch.finfo(torch.float32).tiny)
     return (o * weights.unsqueeze(-1)).sum(0) / total.unsqueeze(-1)
+
+
+class MergedRows:
+    """Partial results of query rows over disjoint key sets, merged as they come."""
+
+    def __init__(self, num_rows: int, num_heads: int, value_dim: int, device: torch.device):
+        self._o = torch.zeros((num_rows, num_heads, value_dim), device=device)
+        self._lse = torch.full((num_rows, num_heads), float("-inf"), device=device)
+
+    def put(self, o: Tensor, lse: Tensor, index: Tensor | None = None) -> None:
+        """o [m, H, Dv], lse float32 [m, H] of the rows `index` int64 [m], None: of all."""
+        before = (self._o, self._lse) if index is None else (self._o[index], self._lse[index])
+        merged = merge_partials(torch.stack((before[0], o.float())), torch.stack((before[1], lse)))
+        total = torch.logaddexp(before[1], lse)
+        if index is None:
+            self._o, self._lse = merged, total
+        else:
+            self._o[index], self._lse[index] = merged, total
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """float32: o [n, H, Dv], zeros where no key was seen, and the log-sum-exp [n, H]."""
+        return self._o, self._lse

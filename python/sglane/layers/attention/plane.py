@@ -1,4 +1,5 @@
 """One plane of the KV pool on one rank: [rows, layers, page_size, width], page first."""
+import torch
 from torch import Tensor
 
 
@@ -32,6 +33,10 @@ class Plane:
     def pages(self, layer: int, rows: Tensor) -> Tensor:
         """rows int64 [m]; returns [m, page_size, width], rows beyond a page's valid length included."""
         return self._by_page.index_select(0, rows * self.num_layers + layer).view(-1, self.page_size, self.width)
+
+    def read_pages(self, layer: int, rows: Tensor, out: Tensor) -> None:
+        """Copy the pages `rows` int64 [m] to out [m, page_size * width], rows beyond a page's valid length included."""
+        torch.index_select(self._by_page, 0, rows * self.num_layers + layer, out=out)
 
     def copy_tokens(self, src_row: int, dst_row: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` of every layer from one row to another."""

@@ -1,5 +1,5 @@
 """Where the keys of a step are: index tensors that are computed once per step and used by every layer and plane."""
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sglane.forward.token_split import Entry, TokenSplit
 from sglane.layers.attention.cost import decode_buckets
+from sglane.layers.attention.prefix import PrefixPlan, plan_prefix
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,18 @@ class ExtendPart:
     begin: int  # local tokens [begin, end) belong to it; may be empty
     end: int
     positions: np.ndarray  # int64 [end - begin]
+    start: int  # tokens of the slot before this step
+    first: int  # rows [first, first + num_keys - start) of the gathered current rows are its new tokens
     num_keys: int  # tokens of the slot after this step
-    fresh: bool  # no prefix and all tokens are local: the layer's own rows are all keys
-    pages: Tensor  # int64 [num_pages], indices for `ExtendKeys.rows`
 
 
 @dataclass(frozen=True)
-class PageGather:
-    """Every page that the extends of the step attend to, owner by owner."""
+class CurrentRows:
+    """How the rows of this step's extends travel, where keys are gathered, for Exchange.gather_rows."""
 
-    own_rows: Tensor  # int64 [M] pool rows of this rank, padded with row 0 to the longest rank's number
+    local: Tensor | slice  # those of the local tokens
+    max_length: int  # of the rank that has most
+    inverse: Tensor  # int64 [tokens of the extends that gather keys]
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class DecodeBucket:
     Whole pages are: a width that grew with every step would make oneDNN build new kernels for every step.
     """
 
-    index: Tensor  # int64 [b] among the step's continues
-    whole: bool  # all continues of the step, in their order
+    index: Tensor  # int64 [b] among the step's gathered queries
+    whole: bool  # all of them, in their order
     rows: Tensor  # int64 [b, P] pool rows in this lane, padded with row 0
     page_starts: Tensor  # int64 [b, P] position of each page's first token
     stale: Tensor | None  # int64: gathered rows, of [b * P * page_size], that hold no valid token; None if there are none
@@ -46,21 +49,41 @@ class DecodeBucket:
 
 
 @dataclass(frozen=True)
-class ContinuePart:
-    """All continues of the step, C on all ranks, c of them at home here."""
+class LaneExtend:
+    """An extend whose queries are gathered, and its keys in this lane."""
 
-    begin: int  # local tokens [begin, begin + c)
-    slots: np.ndarray  # int64 [C]
-    positions: np.ndarray  # int64 [C] of the queries
-    home: Tensor  # int64 [c] among the C
-    max_home: int  # most continues at home on one rank
-    inverse: Tensor  # int64 [C], for Exchange.gather_rows
+    first: int  # its tokens are the rows [first, first + len(positions)) of the step's gathered queries
+    positions: np.ndarray  # int64, of the queries
+    table: Tensor  # int64 [P]: pool row of each of its pages, 0 if the page lies in another lane
+    pieces: list[tuple[Tensor, np.ndarray]]  # pool rows int64 [p] with the positions int64 of their valid tokens, ascending
+
+
+@dataclass(frozen=True)
+class QueryPart:
+    """All queries of the step that are gathered, R on all ranks, r of them at home here: those of some extends, then of all continues."""
+
+    local: Tensor | slice  # those of the local tokens
+    slots: np.ndarray  # int64 [R]
+    positions: np.ndarray  # int64 [R]
+    home: Tensor  # int64 [r] among the R
+    max_home: int  # most queries at home on one rank
+    inverse: Tensor  # int64 [R], for Exchange.gather_rows
+    extends: list[LaneExtend]
     buckets: list[DecodeBucket]
 
     @property
     def longest(self) -> int:
-        """Keys of the longest continue over all lanes."""
+        """Keys of the longest continue or extend over all lanes."""
         return int(self.positions.max()) + 1
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What holds for every step of a rank."""
+
+    scratch_tokens: int  # prefix tokens that one layer holds at once, see plan_prefix
+    #: (prefix tokens, new tokens) of a step's extends -> True: its queries are gathered, False: keys are. The same on every rank.
+    gathers_queries: Callable[[Sequence[tuple[int, int]]], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -71,82 +94,141 @@ class StepView:
     page_size: int
     rows: Tensor
     offsets: Tensor
-    extends: list[ExtendPart]
-    gather: PageGather | None  # None on one rank
-    continues: ContinuePart | None
+    extends: list[ExtendPart]  # those that gather keys
+    current: CurrentRows
+    prefix: PrefixPlan
+    queries: QueryPart | None
+
+    @property
+    def longest_extend(self) -> int:
+        """Keys of the longest extend, 0 without any."""
+        return max((part.num_keys for part in self.extends), default=0)
 
 
 def build_view(entries: list[Entry], num_extends: int, split: TokenSplit, rank: int, cp_size: int, page_size: int,
-               device: torch.device) -> StepView:
+               device: torch.device, rules: StepRules) -> StepView:
     """entries: `num_extends` extends, then continues of one token each."""
     local = split.local(rank)
     bounds = np.searchsorted(split.entries[local], np.arange(len(entries) + 1))  # local tokens of entry e: [bounds[e], bounds[e + 1])
-    gather, page_index = None, _own_page_index
-    if cp_size > 1 and num_extends:
-        gather, page_index = _plan_gather(entries[:num_extends], rank, cp_size, page_size, device)
-    extends = []
+    asking = [False] * num_extends
+    if cp_size > 1:
+        asking = rules.gathers_queries([(entry.start, entry.num_tokens) for entry in entries[:num_extends]])
+    extends, first = [], 0
     for e, entry in enumerate(entries[:num_extends]):
-        begin, end = int(bounds[e]), int(bounds[e + 1])
-        num_keys = entry.start + entry.num_tokens
-        pages = entry.pages[:-(-num_keys // page_size)].astype(np.int64)
-        extends.append(ExtendPart(entry.slot, begin, end, split.positions[local[begin:end]], num_keys,
-                                  cp_size == 1 and entry.start == 0, torch.from_numpy(page_index(pages)).to(device)))
-    continues = None
-    if len(entries) > num_extends:
-        continues = _continue_part(entries[num_extends:], int(bounds[num_extends]), rank, cp_size, page_size, device)
-    return StepView(len(local), page_size, torch.from_numpy(split.rows[local]).to(device),
-                    torch.from_numpy(split.offsets[local]).to(device), extends, gather, continues)
+        if not asking[e]:
+            begin, end = int(bounds[e]), int(bounds[e + 1])
+            extends.append(ExtendPart(entry.slot, begin, end, split.positions[local[begin:end]], entry.start, first, entry.start + entry.num_tokens))
+            first += entry.num_tokens
+    lane = _Lane(rank, cp_size, page_size, device)
+    queries = None
+    if any(asking):
+        queries = _query_part(entries, np.array(asking), split, lane, rules.scratch_tokens)
+    elif len(entries) > num_extends:
+        queries = _continue_part(entries[num_extends:], int(bounds[num_extends]), lane)
+    kept = [entry for entry, asks in zip(entries, asking) if not asks]
+    return StepView(len(local), page_size, torch.from_numpy(split.rows[local]).to(device), torch.from_numpy(split.offsets[local]).to(device),
+                    extends, _current_rows(split, np.array(asking, bool), int(bounds[num_extends]), lane),
+                    plan_prefix(kept, page_size, cp_size, rules.scratch_tokens, device), queries)
 
 
-def _own_page_index(pages: np.ndarray) -> np.ndarray:
-    return pages
+@dataclass(frozen=True)
+class _Lane:
+    """The lane that a view is made for."""
+
+    rank: int
+    cp_size: int
+    page_size: int
+    device: torch.device
 
 
-def _plan_gather(entries: list[Entry], rank: int, cp_size: int, page_size: int,
-                 device: torch.device) -> tuple[PageGather, Callable[[np.ndarray], np.ndarray]]:
-    """The page gather of the step and a function from page ids to indices in its result [N * M]."""
-    used = [entry.pages[:-(-(entry.start + entry.num_tokens) // page_size)] for entry in entries]
-    pages = np.unique(np.concatenate(used)).astype(np.int64)  # shared prefix pages are fetched once
-    lanes = pages % cp_size
-    by_lane = np.argsort(lanes, kind="stable")
+def _current_rows(split: TokenSplit, asking: np.ndarray, num_local: int, lane: _Lane) -> CurrentRows:
+    """asking bool [extends]: queries are gathered; num_local: tokens of all extends here."""
+    if lane.cp_size == 1 or asking.all():
+        return CurrentRows(slice(0, num_local), num_local, torch.empty(0, dtype=torch.int64, device=lane.device))  # nothing moves
+    num_tokens = int(np.searchsorted(split.entries, len(asking)))
+    return CurrentRows(*_travel(split, np.flatnonzero(~asking[split.entries[:num_tokens]]), lane)[:3])
+
+
+def _travel(split: TokenSplit, tokens: np.ndarray, lane: _Lane) -> tuple[Tensor | slice, int, Tensor, Tensor]:
+    """tokens int64 [m], ascending global tokens. Returns which local tokens they are, max_length and inverse for Exchange.gather_rows, and those of
+    the m that are here."""
+    lanes = np.empty(len(split.order), np.int64)
+    lanes[split.order] = np.repeat(np.arange(lane.cp_size), np.diff(split.bounds))
+    inverse, most = padded_places(lanes[tokens], lane.cp_size)
+    here = np.flatnonzero(lanes[tokens] == lane.rank)
+    places = np.searchsorted(split.local(lane.rank), tokens[here])
+    local: Tensor | slice = torch.from_numpy(places).to(lane.device)
+    if not len(places) or places[-1] - places[0] == len(places) - 1:
+        local = slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
+    return local, most, torch.from_numpy(inverse).to(lane.device), torch.from_numpy(here).to(lane.device)
+
+
+def padded_places(lanes: np.ndarray, cp_size: int) -> tuple[np.ndarray, int]:
+    """lanes int64 [m]: the rank of each row. Returns int64 [m], each row's place in the ranks' padded parts one after another, and their length."""
     counts = np.bincount(lanes, minlength=cp_size)
     most = int(counts.max())
-    first = np.cumsum(counts) - counts
-    place = np.empty(len(pages), np.int64)
-    place[by_lane] = np.arange(len(pages)) - first[lanes[by_lane]] + lanes[by_lane] * most
-    own = np.zeros(most, np.int64)
-    mine = pages[lanes == rank] // cp_size
-    own[:len(mine)] = mine
-
-    def page_index(wanted: np.ndarray) -> np.ndarray:
-        return place[np.searchsorted(pages, wanted)]
-
-    return PageGather(torch.from_numpy(own).to(device)), page_index
+    places = np.empty(len(lanes), np.int64)
+    order = np.argsort(lanes, kind="stable")
+    places[order] = np.arange(len(lanes)) - (np.cumsum(counts) - counts)[lanes[order]] + lanes[order] * most
+    return places, most
 
 
-def _continue_part(entries: list[Entry], begin: int, rank: int, cp_size: int, page_size: int, device: torch.device) -> ContinuePart:
-    num_keys = np.array([entry.start + 1 for entry in entries], np.int64)
+def _query_part(entries: list[Entry], asking: np.ndarray, split: TokenSplit, lane: _Lane, scratch_tokens: int) -> QueryPart:
+    """asking bool [extends]: of these and of all continues."""
+    chosen = np.concatenate((asking, np.ones(len(entries) - len(asking), bool)))
+    tokens = np.flatnonzero(chosen[split.entries])
+    local, most, inverse, home = _travel(split, tokens, lane)
+    positions = split.positions[tokens]
+    slots = np.array([entry.slot for entry in entries], np.int64)[split.entries[tokens]]
+    extends, first = [], 0
+    for entry in (entry for entry, asks in zip(entries, asking) if asks):
+        extends.append(_lane_extend(entry, first, lane, scratch_tokens))
+        first += entry.num_tokens
+    continues = entries[len(asking):]
+    buckets = _lane_buckets(*_page_table(continues, lane.page_size), first, lane) if continues else []
+    return QueryPart(local, slots, positions, home, most, inverse, extends, buckets)
+
+
+def _lane_extend(entry: Entry, first: int, lane: _Lane, scratch_tokens: int) -> LaneExtend:
+    size, end = lane.page_size, entry.start + entry.num_tokens
+    pages = entry.pages[:-(-end // size)].astype(np.int64)
+    table = np.where(pages % lane.cp_size == lane.rank, pages // lane.cp_size, 0)
+    depths = np.flatnonzero(table)
+    per_piece = max(1, scratch_tokens // 2 // size)
+    pieces = []
+    for begin in range(0, len(depths), per_piece):
+        some = depths[begin:begin + per_piece]
+        every = (some[:, None] * size + np.arange(size)).ravel()
+        pieces.append((torch.from_numpy(table[some]).to(lane.device), every[:np.searchsorted(every, end)]))
+    return LaneExtend(first, np.arange(entry.start, end), torch.from_numpy(table).to(lane.device), pieces)
+
+
+def _page_table(continues: list[Entry], page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Page ids int64 [C, P], keys int64 [C] and pages int64 [C] of each continue."""
+    num_keys = np.array([entry.start + 1 for entry in continues], np.int64)
     num_pages = -(-num_keys // page_size)
-    table = np.zeros((len(entries), int(num_pages.max())), np.int64)  # [C, P] page ids
-    for i, entry in enumerate(entries):
+    table = np.zeros((len(continues), int(num_pages.max())), np.int64)
+    for i, entry in enumerate(continues):
         table[i, :num_pages[i]] = entry.pages[:num_pages[i]]
-    last = np.arange(len(entries))
-    homes = table[last, num_pages - 1] % cp_size
-    home_counts = np.bincount(homes, minlength=cp_size)
-    max_home = int(home_counts.max())
-    order = np.argsort(homes, kind="stable")
-    inverse = np.empty(len(entries), np.int64)
-    inverse[order] = np.arange(len(entries)) - (np.cumsum(home_counts) - home_counts)[homes[order]] + homes[order] * max_home
-    buckets = _lane_buckets(table, num_keys, num_pages, rank, cp_size, page_size, device)
-    return ContinuePart(begin, np.array([entry.slot for entry in entries], np.int64), num_keys - 1,
-                        torch.from_numpy(np.flatnonzero(homes == rank)).to(device), max_home, torch.from_numpy(inverse).to(device), buckets)
+    return table, num_keys, num_pages
 
 
-def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray, rank: int, cp_size: int, page_size: int,
-                  device: torch.device) -> list[DecodeBucket]:
-    """table int64 [C, P]. In a lane, a slot is the sequence of its pages there; only the last one may be partly filled."""
+def _continue_part(entries: list[Entry], begin: int, lane: _Lane) -> QueryPart:
+    """Continues only; their local tokens start at `begin`."""
+    table, num_keys, num_pages = _page_table(entries, lane.page_size)
+    homes = table[np.arange(len(entries)), num_pages - 1] % lane.cp_size
+    inverse, max_home = padded_places(homes, lane.cp_size)
+    return QueryPart(slice(begin, None), np.array([entry.slot for entry in entries], np.int64), num_keys - 1,
+                     torch.from_numpy(np.flatnonzero(homes == lane.rank)).to(lane.device), max_home, torch.from_numpy(inverse).to(lane.device),
+                     [], _lane_buckets(table, num_keys, num_pages, 0, lane))
+
+
+def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray, first: int, lane: _Lane) -> list[DecodeBucket]:
+    """table int64 [C, P]; the continues are the step's queries from `first` on. In a lane, a slot is the sequence of its pages there; only the last
+    one may be partly filled."""
+    cp_size, page_size, device = lane.cp_size, lane.page_size, lane.device
     page_at = np.arange(table.shape[1])
-    mine = (page_at[None] < num_pages[:, None]) & (table % cp_size == rank)  # [C, P]
+    mine = (page_at[None] < num_pages[:, None]) & (table % cp_size == lane.rank)  # [C, P]
     lane_pages = mine.sum(1)
     packed = np.argsort(~mine, axis=1, kind="stable")  # [C, P]: this lane's pages first, in order of position
     filled = np.minimum(num_keys[:, None] - page_at[None] * page_size, page_size)
@@ -154,15 +236,15 @@ def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray
     some, every = np.flatnonzero(lane_pages), np.arange(len(table))
     buckets = []
     for group in decode_buckets(lane_pages[some], page_size):
-        whole = len(group) == len(table)
-        index = every if whole else some[group]
+        index = every if len(group) == len(table) else some[group]
         width = int(lane_pages[index].max())
         place = packed[index, :width]
         valid = np.arange(width)[None] < lane_pages[index][:, None]
         rows = np.where(valid, np.take_along_axis(table[index], place, 1) // cp_size, 0)
         hidden = np.arange(width * page_size)[None] >= lane_keys[index][:, None]  # [b, P * page_size]
         buckets.append(DecodeBucket(
-            torch.from_numpy(index).to(device), whole, torch.from_numpy(rows).to(device), torch.from_numpy(place * page_size).to(device),
+            torch.from_numpy(first + index).to(device), first == 0 and index is every, torch.from_numpy(rows).to(device),
+            torch.from_numpy(place * page_size).to(device),
             torch.from_numpy(np.flatnonzero(hidden)).to(device) if hidden.any() else None,
             torch.from_numpy(hidden).to(device) if hidden.any() else None))
     return buckets

@@ -37,3 +37,14 @@ def merge_topk(scores: Tensor, positions: Tensor, topk: int) -> Tensor:
     kept = torch.zeros_like(flat_scores, dtype=torch.bool).scatter_(1, by_position.gather(1, best), True)
     kept &= flat_scores > float("-inf")
     return kept.view(num_rows, num_lanes, k).transpose(0, 1)
+
+
+def keep_best(scores: Tensor, positions: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The best candidates of each row by (score descending, position ascending).
+
+    scores float32 [m, c], -inf for padding; positions int64 [m, c]. Returns both as [m, min(topk, c)], ascending positions.
+    """
+    positions, order = positions.sort(dim=1)
+    scores = scores.gather(1, order)
+    best = select_topk(scores, topk)
+    return scores.gather(1, best), positions.gather(1, best)

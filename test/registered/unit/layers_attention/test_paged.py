@@ -122,6 +122,19 @@ def test_merge_of_partials_equals_softmax_over_all_keys() -> None:
     assert (merge_partials(o[1:2], lse[1:2]) == 0).all()  # empty everywhere: zeros, not NaN
 
 
+def test_partial_attention_of_any_visible_counts() -> None:
+    """Queries may see the same number of keys, or none."""
+    gen = torch.Generator().manual_seed(10)
+    q, k, v = torch.randn(6, 4, 8, generator=gen), torch.randn(2, 9, 8, generator=gen), torch.randn(2, 9, 5, generator=gen)
+    for last in ([0, 0, 2, 2, 2, 5], [-1, -1, 0, 0, 3, 3], [8] * 6, [-1] * 6, list(range(3, 9))):
+        o, lse = blocked.attend_partial(q, k, v, np.array(last), 0.5)
+        for i, end in enumerate(last):
+            scores = torch.einsum("hd,htd->ht", q[i], k.repeat_interleave(2, 0)[:, :end + 1]) * 0.5
+            want = torch.einsum("ht,htd->hd", scores.softmax(-1), v.repeat_interleave(2, 0)[:, :end + 1])
+            torch.testing.assert_close(o[i], want, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[i], scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+
+
 def test_bfloat16_rows_agree_with_float32() -> None:
     gen = torch.Generator().manual_seed(8)
     q, k, v = (torch.randn(3, *s, generator=gen) for s in ((2, 3, 16), (40, 2, 16), (40, 2, 16)))

@@ -21,6 +21,11 @@ def ints(values: list[int]) -> bytes:
     return np.array(values, np.int32).tobytes()
 
 
+def test_scratch_memory_is_that_of_one_layer_of_every_plane() -> None:
+    specs = plane_specs(PLANES, torch.bfloat16)
+    assert memory.scratch_bytes(specs, 100) == 2 * 100 * (6 + 4) * 2
+
+
 def test_planes_and_sizes() -> None:
     specs = plane_specs(PLANES, torch.bfloat16)
     assert [spec.name for spec in specs] == ["target.kv", "target.index"]

@@ -32,3 +32,12 @@ def test_every_declared_name_is_shown_even_when_it_was_not_taken():
 def test_the_shown_counts_are_a_copy():
     fallback.counts()["tail_copy_skipped"] = 99
     assert fallback.counts()["tail_copy_skipped"] != 99
+
+
+def test_reports_of_ranks_are_added_and_replace_one_another(monkeypatch):
+    monkeypatch.setattr(fallback, "_reported", {})
+    before = fallback.counts()["cp_prefetch_late"]
+    fallback.report(0, {"cp_prefetch_late": 2})
+    fallback.report(1, {"cp_prefetch_late": 5, "tail_copy_skipped": 0})
+    fallback.report(0, {"cp_prefetch_late": 3})
+    assert fallback.counts()["cp_prefetch_late"] == before + 8

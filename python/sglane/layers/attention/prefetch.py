@@ -1,0 +1,94 @@
+"""Prefix pages one layer, or one tile, ahead of their use: one host thread per rank fetches while the layers before compute."""
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+
+import torch
+
+from sglane import environ
+from sglane.layers.attention.prefix import PageTile, PrefixPages, PrefixPlan
+from sglane.utils import fallback
+
+
+def wants_prefetch(plan: PrefixPlan) -> bool:
+    """One gate for all planes, the same on every rank: a page of every lane, and enough tokens to be worth a hand-over."""
+    return plan.fewest >= 1 and plan.num_tokens >= environ.SGLANE_CP_PREFETCH_MIN_TOKENS
+
+
+class PrefetchThread:
+    """The host thread of one rank. First in, first out, so that the collectives of all ranks meet in the same order."""
+
+    def __init__(self) -> None:
+        # One compute thread, set before the rank's own number is: the setting of some libraries is the whole process's.
+        self._pool = ThreadPoolExecutor(1, "prefix-prefetch", initializer=torch.set_num_threads, initargs=(1,))
+        self._pool.submit(int).result()
+
+    def submit(self, pages: PrefixPages, plan: PrefixPlan, layer: int, tile: int) -> Future[PageTile]:
+        return self._pool.submit(fetch, pages, plan, layer, tile)
+
+
+@torch.inference_mode()
+def fetch(pages: PrefixPages, plan: PrefixPlan, layer: int, tile: int) -> PageTile:
+    """The tile's pages, here."""
+    return pages.launch(layer, pages.materialise(layer, plan.tiles[tile]))
+
+
+class PrefixReader:
+    """The prefix tiles of one step, plane by plane in the order (layer, tile). A context: what was launched has ended when it is left.
+
+    Of each plane one tile is in use and one on its way. The next one is launched when one is taken, so the launches, too, follow from the
+    plan and are the same on every rank.
+    """
+
+    def __init__(self, pages: Mapping[str, PrefixPages], plan: PrefixPlan, thread: PrefetchThread | None):
+        """pages: by plane name. thread: None on one rank, where nothing has to be fetched."""
+        self._pages = pages
+        self._plan = plan
+        self._thread = thread if wants_prefetch(plan) else None
+        self._ahead: dict[tuple[str, int, int], Future[PageTile]] = {}
+        self._held: dict[str, PageTile] = {}
+
+    def __enter__(self) -> "PrefixReader":
+        if self._thread is not None:
+            for name in sorted(self._pages):  # target.index is needed before target.kv
+                self._launch(self._thread, name, 0, 0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Nothing is cancelled: other ranks may be inside the same collective.
+        ahead = list(self._ahead.values())
+        wait(ahead)
+        self._ahead.clear()
+        self._held.clear()
+        if error is None:
+            for future in ahead:
+                future.result()
+
+    def take(self, name: str, layer: int, tile: int) -> PageTile:
+        """The pages of one tile; those of the plane's tile before are given back. Every rank takes the same tiles in the same order.
+
+        Raises what went wrong in the thread.
+        """
+        if name in self._held:
+            self._held.pop(name).close()
+        if self._thread is None:
+            found = fetch(self._pages[name], self._plan, layer, tile)
+        else:
+            found = self._take_ahead(self._thread, name, layer, tile)
+        self._held[name] = found
+        return found
+
+    def _take_ahead(self, thread: PrefetchThread, name: str, layer: int, tile: int) -> PageTile:
+        if (name, layer, tile) not in self._ahead:
+            fallback.count("cp_prefetch_late")
+            self._launch(thread, name, layer, tile)
+        found = self._ahead.pop((name, layer, tile)).result()
+        if tile + 1 < len(self._plan.tiles):
+            self._launch(thread, name, layer, tile + 1)
+        elif layer + 1 < self._pages[name].num_layers:
+            self._launch(thread, name, layer + 1, 0)
+        return found
+
+    def _launch(self, thread: PrefetchThread, name: str, layer: int, tile: int) -> None:
+        if (name, layer, tile) not in self._ahead:
+            self._ahead[name, layer, tile] = thread.submit(self._pages[name], self._plan, layer, tile)
