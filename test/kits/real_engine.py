@@ -59,8 +59,9 @@ class TinyModel:
         return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, **limits)
 
     def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
-              make_grammars: Callable[[], Grammars] | None = None, scratch_tokens: int = 1 << 17, **limits: Any) -> Engine:
-        """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank."""
+              make_grammars: Callable[[], Grammars] | None = None, scratch_tokens: int = 1 << 17, mapped: bool = False, **limits: Any) -> Engine:
+        """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank. mapped: ranks read the pools of
+        all lanes in place."""
         num_rows = num_pages // cp_size + 1
         group, executors = ThreadGroup(cp_size), []
         weights = self.shards(cp_size)
@@ -70,6 +71,9 @@ class TinyModel:
                 executor.use_grammars(make_grammars())
             executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
             executors.append(executor)
+        if mapped:
+            for executor in executors:
+                executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
         return Engine(ThreadRanks(executors, group), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)
 
     def shards(self, cp_size: int) -> list[CausalLM]:
