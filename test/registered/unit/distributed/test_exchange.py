@@ -8,7 +8,6 @@ from kits.process_ranks import answer, process_ranks, run_on, toy_worker
 from kits.toy_model import ToyConfig, ToyModel
 from sglane.distributed.groups import init_groups, local_groups
 
-
 TRANSPORTS = ("peer", "collective")
 
 
