@@ -122,12 +122,13 @@ def two_threads(rank: int, groups: Groups, pipe: Connection, num_calls: int) -> 
 
 
 def lose_a_rank(rank: int, groups: Groups, pipe: Connection, lost: int) -> None:
-    """After some calls, rank `lost` sends its process id and comes to no call any more; the others say what they see, and how late."""
+    """After some calls, rank `lost` sends its process id and comes to no call any more; the others come when told to, and say what they see, and
+    how late."""
     mixed_calls(groups.attention, 20, 5)
     if rank == lost:
         pipe.send(os.getpid())
         time.sleep(600)
-    pipe.send("waiting")
+    pipe.recv()
     begin_s = time.monotonic()
     try:
         groups.attention.barrier()
