@@ -90,6 +90,9 @@ class ServerArgs:
     enable_cp_shared_kv: bool = arg(False, "one copy of the KV cache per CP group (required for --cp-size > 1)", "Context parallelism",
                                     "--enable-kv-cache-sharding")
     cp_strategy: Literal["zigzag"] = arg("zigzag", "owner policy of prefill pages", "Context parallelism")
+    cp_exchange: Literal["auto", "peer", "collective"] = arg(
+        "auto", "how ranks see each other's rows: peer: shared memory (CPU ranks of one host); collective: gloo or NCCL; auto: peer where it can be",
+        "Context parallelism")
 
     cp_scratch_tokens: int = arg(131072, "prefix tokens that one layer's attention holds at once, in two tiles; longer prefixes are streamed",
                                  "Context parallelism")
@@ -119,6 +122,10 @@ class ServerArgs:
             raise ConfigError("--cp-size > 1 needs --enable-cp-shared-kv: a replicated KV cache is not supported")
         if self.enable_cp_shared_kv and self.cp_size == 1:
             raise ConfigError("--enable-cp-shared-kv needs --cp-size > 1: there is nothing to share on one rank")
+        if self.cp_exchange == "peer" and self.device == "cuda":
+            raise ConfigError("--cp-exchange peer is for CPU ranks: GPU ranks cannot map each other's KV pools yet; use collective, or auto")
+        if self.cp_exchange != "auto" and self.cp_size == 1:
+            raise ConfigError(f"--cp-exchange {self.cp_exchange} needs --cp-size > 1: one rank has nobody to exchange rows with")
         if self.grammar_backend == "llguidance" and importlib.util.find_spec("llguidance") is None:
             raise ConfigError("--grammar-backend llguidance needs the package llguidance: pip install 'sglane[llguidance]'")
         if self.schedule_conservativeness < 0:

@@ -1,4 +1,4 @@
-"""Executors of several ranks as spawned processes that meet over gloo; plans come through pipes."""
+"""Ranks as spawned processes that meet as those of a server do; orders such as plans come through pipes."""
 import multiprocessing as mp
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,33 +10,10 @@ import torch
 
 from kits.plan_driver import MAX_PAGES, NUM_SLOTS, Run
 from sglane import environ
-from sglane.distributed.groups import Groups, close_groups, init_groups
+from sglane.distributed.groups import Groups, Transport, close_groups, init_groups
 from sglane.model_executor.executor import Executor
 from sglane.plan.step_plan import PoolInit
 from sglane.server_args import ServerArgs
-
-
-def gather_worker(rank: int, groups: Groups, pipe: Connection) -> None:
-    """Gathers of several types and sizes, ranks without rows included."""
-    exchange = groups.attention
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        x = torch.full((2, 3), rank + 1).to(dtype)
-        assert torch.equal(exchange.all_gather(x), torch.stack([torch.full((2, 3), r + 1).to(dtype) for r in range(exchange.size)]))
-        assert torch.equal(exchange.all_gather(x.t()), torch.stack([torch.full((3, 2), r + 1).to(dtype) for r in range(exchange.size)]))
-    assert exchange.all_gather(torch.zeros(0, 4)).shape == (exchange.size, 0, 4)
-    counts, order = [3, 0, 2][:exchange.size], [2, 0, 1, 4, 3]
-    total = sum(counts)
-    place = [r * 3 + i for r in range(exchange.size) for i in range(counts[r])]
-    inverse = torch.tensor([place[i] for i in order if i < total])
-    values = torch.arange(total * 2.0).view(total, 2)
-    own = values[sum(counts[:rank]):sum(counts[:rank + 1])]
-    assert torch.equal(exchange.gather_rows(own, 3, inverse), values[[i for i in order if i < total]])
-    parts = torch.arange(exchange.size * 3.0).view(exchange.size, 3) * 10 ** rank
-    expected = sum(torch.arange(exchange.size * 3.0).view(exchange.size, 3)[rank] * 10 ** r for r in range(exchange.size))
-    assert torch.equal(groups.experts.reduce_scatter(parts), expected)
-    groups.prefetch.barrier()
-    assert groups.step.all_gather(torch.tensor([rank])).flatten().tolist() == list(range(exchange.size))
-    pipe.send("done")
 
 
 def toy_worker(rank: int, groups: Groups, pipe: Connection, kind: str, page_size: int, num_rows: int) -> None:
@@ -55,20 +32,25 @@ def serve_plans(config: Any, model: Any, rank: int, groups: Groups, pipe: Connec
         pipe.send(executor.run(plan))
 
 
-def _main(rank: int, size: int, rendezvous: str, pipe: Connection, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _main(rank: int, size: int, rendezvous: str, transport: Transport, timeout_s: float, pipe: Connection, work: Callable[..., None],
+          arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    groups = init_groups(rank, size, rendezvous, "cpu")
+    groups = init_groups(rank, size, rendezvous, "cpu", transport, timeout_s)
     work(rank, groups, pipe, *arguments)
     close_groups(groups)
 
 
 @contextmanager
-def process_ranks(size: int, work: Callable[..., None], *arguments: Any) -> Iterator[list[Connection]]:
-    """Spawn work(rank, groups, pipe, *arguments) on `size` processes; yields the other ends of the pipes. All must end well."""
+def process_ranks(size: int, work: Callable[..., None], *arguments: Any, transport: Transport = "peer", timeout_s: float = 60.0,
+                  exits: list[int] | None = None) -> Iterator[list[Connection]]:
+    """Spawn work(rank, groups, pipe, *arguments) on `size` processes; yields the other ends of the pipes.
+
+    timeout_s: how long ranks wait for each other. exits: the exit codes to expect, all 0 by default.
+    """
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(size)]
-        processes = [context.Process(target=_main, args=(rank, size, f"file://{folder}/meet", pipes[rank][1], work, arguments))
+        processes = [context.Process(target=_main, args=(rank, size, f"file://{folder}/meet", transport, timeout_s, pipes[rank][1], work, arguments))
                      for rank in range(size)]
         for process, (_, end) in zip(processes, pipes):
             process.start()
@@ -77,7 +59,7 @@ def process_ranks(size: int, work: Callable[..., None], *arguments: Any) -> Iter
             yield [pipe[0] for pipe in pipes]
             for process in processes:
                 process.join(60)
-            assert [process.exitcode for process in processes] == [0] * size
+            assert [process.exitcode for process in processes] == (exits or [0] * size)
         finally:
             for process in processes:
                 process.kill()

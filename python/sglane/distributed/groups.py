@@ -1,25 +1,43 @@
 """The communicators of the ranks: one per purpose, so that the sequence of operations on each is a function of the plan."""
 import datetime
+import logging
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 
 from sglane.distributed.exchange.collective import CollectiveExchange
 from sglane.distributed.exchange.local import Exchange, LocalExchange
+from sglane.distributed.exchange.peer import PeerExchange
+from sglane.distributed.peers import Peers, meet
+
+logger = logging.getLogger(__name__)
 
 #: A rank that waits longer than this for the others ends with an error.
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+WAIT_TIMEOUT_S = 600.0
+#: One communicator each, in the order of the fields of Groups.
+PURPOSES = ("attention", "experts", "prefetch", "step")
+#: How a rendezvous begins that only ranks of one host can reach.
+_ONE_HOST = "file://"
+
+Transport = Literal["auto", "peer", "collective"]
+
+
+class TransportRefused(ValueError):
+    """The ranks cannot exchange rows in the way that was asked for."""
 
 
 @dataclass(frozen=True)
 class Groups:
     """attention: rows and partial results inside a layer. experts: rows of mixture-of-experts layers. prefetch: prefix rows of the next layer.
-    step: the exchange that ends each step, always on CPU tensors."""
+    step: the exchange that ends each step, always on CPU tensors.
+    pools: connections over which the ranks hand each other their KV pools; None: pools are not mapped by other ranks."""
 
     attention: Exchange
     experts: Exchange
     prefetch: Exchange
     step: Exchange
+    pools: Peers | None = None
 
 
 def local_groups() -> Groups:
@@ -27,16 +45,45 @@ def local_groups() -> Groups:
     return Groups(LocalExchange(), LocalExchange(), LocalExchange(), LocalExchange())
 
 
-def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str) -> Groups:
-    """Meet the other ranks at `rendezvous` (a torch.distributed init_method). Blocks until all are there."""
+def pick_transport(wanted: Transport, rendezvous: str, device_type: str) -> Literal["peer", "collective"]:
+    """auto: peer for CPU ranks of one host, else collective. Raises TransportRefused with the reason."""
+    if device_type == "cuda":
+        reason = "the KV pools and rows of GPU ranks are not mapped by other ranks yet"
+    elif not rendezvous.startswith(_ONE_HOST):
+        reason = f"the ranks are on several hosts, which meet at {rendezvous}"
+    else:
+        return "collective" if wanted == "collective" else "peer"
+    if wanted == "peer":
+        raise TransportRefused(f"--cp-exchange peer: {reason}; use collective")
+    return "collective"
+
+
+def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str, transport: Transport = "auto",
+                timeout_s: float = WAIT_TIMEOUT_S) -> Groups:
+    """Meet the other ranks at `rendezvous`, an init_method of torch.distributed; a `file://` is in a folder of this server alone.
+
+    Blocks until all are there. timeout_s: how long a rank is waited for, now and later. Raises TransportRefused, PeerLost.
+    """
     if cp_size == 1:
         return local_groups()
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=cp_size, timeout=COLLECTIVE_TIMEOUT)
+    picked = pick_transport(transport, rendezvous, device_type)
+    logger.info("CP exchange: %s (--cp-exchange %s)", picked, transport)
+    if picked == "peer":
+        *peers, pools = meet(rank, cp_size, rendezvous.removeprefix(_ONE_HOST), len(PURPOSES) + 1, timeout_s)
+        return Groups(*(PeerExchange(each, timeout_s) for each in peers), pools=pools)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=cp_size, timeout=timeout)
     backends = ["nccl" if device_type == "cuda" else "gloo"] * 3 + ["gloo"]
-    return Groups(*(CollectiveExchange(dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)) for backend in backends))
+    return Groups(*(CollectiveExchange(dist.new_group(backend=backend, timeout=timeout)) for backend in backends))
 
 
 def close_groups(groups: Groups) -> None:
     """Leave the communicators; no operation may be under way."""
-    if groups.step.size > 1:
+    if groups.pools is not None:
+        groups.pools.close()
+    exchanges = (groups.attention, groups.experts, groups.prefetch, groups.step)
+    for exchange in exchanges:
+        if isinstance(exchange, PeerExchange):
+            exchange.close()
+    if isinstance(groups.step, CollectiveExchange):
         dist.destroy_process_group()

@@ -77,7 +77,7 @@ def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Execu
     model = load_model(config, device, resolve_dtype(args, config), show_progress=rank == 0, shard=ExpertShard(rank, args.cp_size))
     logger.info("Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.", time.perf_counter() - begin,
                 type(model).__name__, resolve_dtype(args, config), available_bytes(device) / (1 << 30), model.weight_bytes / (1 << 30))
-    groups = init_groups(rank, args.cp_size, spec.endpoints.rendezvous, device.type)
+    groups = init_groups(rank, args.cp_size, spec.endpoints.rendezvous, device.type, args.cp_exchange)
 
     def report(step: int, layer: int) -> None:
         sender.send(Progress(rank, step, layer))

@@ -68,7 +68,8 @@ class Executor:
         """Allocate pools and slot table."""
         page_ids = range(self._args.cp_size, init.num_rows * self._args.cp_size)
         self._table = SlotTable(init.num_slots, init.max_pages_per_slot, self._args.page_size, page_ids)
-        self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device)
+        self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device,
+                            self.groups.pools)
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
         self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device,
@@ -124,6 +125,8 @@ class Executor:
         for copy in plan.tail_copies:
             self._poison_new(np.array([copy.dst_page], np.int32))
             self._pool.copy_tail(copy)
+        if plan.tail_copies and self._pool.lanes:
+            self.groups.attention.barrier()  # other ranks read these rows in this step; rows of earlier steps came with the step exchange
         for extend in plan.extends:
             self._append(extend.slot, np.frombuffer(extend.pages, np.int32))
         slots, _, new_pages = continue_fields(plan)

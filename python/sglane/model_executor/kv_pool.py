@@ -4,6 +4,7 @@ import logging
 import numpy as np
 import torch
 
+from sglane.distributed.peers import Peers
 from sglane.layers.attention.plane import Plane
 from sglane.model_executor.pool_memory import HostMemory, device_memory
 from sglane.plan.step_plan import PlaneSpec, TailCopy
@@ -25,16 +26,21 @@ class KVPool:
     """Pages of this rank's lane; pages of other lanes in an argument are skipped."""
 
     def __init__(self, specs: list[PlaneSpec], num_rows: int, page_size: int, cp_size: int, rank: int, dtype: torch.dtype,
-                 device: torch.device):
-        """num_rows includes row 0, which stays zero."""
+                 device: torch.device, peers: Peers | None = None):
+        """num_rows includes row 0, which stays zero. peers: the other ranks, if they map each other's pools (CPU only)."""
         self._cp_size = cp_size
         self._rank = rank
         self._device = device
+        assert peers is None or device.type == "cpu", f"pools on {device} cannot be mapped by other ranks"
         shapes = {spec.name: (num_rows, spec.num_layers, page_size, spec.width) for spec in specs}
-        self._memory = HostMemory(shapes, dtype) if device.type == "cpu" else None
+        self._memory = HostMemory(shapes, dtype, peers) if device.type == "cpu" else None
         buffers = self._memory.buffers if self._memory else device_memory(shapes, dtype, device)
         self.planes = {name: Plane(name, buffer) for name, buffer in buffers.items()}
-        self.lanes: dict[str, list[Plane]] = {}  # plane name -> the planes of all lanes, where they are mapped here
+        #: Plane -> that plane of every lane, own included, in lane order; empty when this rank maps no other pools. Others' are only read.
+        self.lanes: dict[str, list[Plane]] = {}
+        if self._memory is not None and self._memory.lanes:
+            self.lanes = {name: [plane if lane == rank else Plane(name, buffers[name]) for lane, buffers in enumerate(self._memory.lanes)]
+                          for name, plane in self.planes.items()}
         num_bytes = num_rows * num_bytes_per_page(specs, page_size)
         logger.info("KV Cache is allocated. dtype: %s, #tokens: %d, KV size: %.2f GB", dtype, (num_rows - 1) * page_size, num_bytes / (1 << 30))
 

@@ -1,4 +1,6 @@
 """Ranks over one shared KV cache answer as one rank does, own pages each, and share the experts."""
+import os
+
 import pytest
 from safetensors.torch import load_file
 
@@ -24,12 +26,21 @@ def answers(server: Server) -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.timeout(600)
-def test_two_ranks_answer_as_one():
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """What one rank answers."""
     with Server(*FLAGS) as one:
-        expected = answers(one)
+        found = answers(one)
         assert_clean(wait_idle(one))
-    with Server(*FLAGS, "--cp-size", "2", "--enable-cp-shared-kv", env={"SGLANE_POISON": "1"}) as two:
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("flags", "transport"), [((), "peer"), (("--cp-exchange", "collective"), "collective")])
+def test_two_ranks_answer_as_one(expected: dict[str, list[int]], flags: tuple[str, ...], transport: str) -> None:
+    named = set(os.listdir("/dev/shm"))
+    with Server(*FLAGS, "--cp-size", "2", "--enable-cp-shared-kv", *flags, env={"SGLANE_POISON": "1"}) as two:
+        assert two.log().count(f"CP exchange: {transport} ") == 2
         assert answers(two) == expected
         ledger = wait_idle(two)
         assert_clean(ledger)
@@ -39,6 +50,7 @@ def test_two_ranks_answer_as_one():
         assert_conserved(two.kv_ledger())
         assert answers(two) == expected, "the answers change after a flush"
         assert "Paris" in two.chat("What is the capital of France?", max_tokens=32)["choices"][0]["message"]["content"]
+    assert set(os.listdir("/dev/shm")) == named
 
 
 @pytest.mark.timeout(600)
@@ -52,3 +64,10 @@ def test_three_ranks_share_eight_experts():
             answer = server.generate(ref[f"prompt.{n}"].tolist(), max_new_tokens=len(ref[f"greedy.{n}"]), ignore_eos=True)
             assert answer["output_ids"] == ref[f"greedy.{n}"].tolist(), n
         assert_clean(wait_idle(server))
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_ends_a_server_whose_ranks_share_memory() -> None:
+    with Server(*FLAGS, "--cp-size", "2", "--enable-cp-shared-kv", "--cp-exchange", "peer") as two:
+        two.processes("executor_CP1")[0].kill()
+        assert two.wait_exit(60.0) != 0

@@ -4,6 +4,7 @@ import psutil
 import pytest
 import torch
 
+from sglane.distributed.peers import Peers
 from sglane.model_executor import pool_memory
 from sglane.model_executor.pool_memory import HostMemory
 
@@ -22,10 +23,11 @@ def take_all(memory: HostMemory) -> int:
     return count
 
 
-def test_some_rows_beyond_those_in_use_get_their_memory(monkeypatch):
+@pytest.mark.parametrize("peers", [None, Peers(0, {})], ids=["private", "shared"])
+def test_some_rows_beyond_those_in_use_get_their_memory(monkeypatch, peers):
     monkeypatch.setattr(pool_memory, "KEPT_READY", 8 * MIB)
     before = resident()
-    memory = HostMemory(SHAPES, torch.float32)
+    memory = HostMemory(SHAPES, torch.float32, peers)
     assert resident() - before < 2 * MIB
     assert take_all(memory) == 3  # rows 0 to 7, three at once
     assert 7 * MIB < resident() - before < 14 * MIB
@@ -48,4 +50,4 @@ def test_an_old_kernel_leaves_it_to_the_first_write(monkeypatch):
     assert take_all(memory) == 0
     memory.buffers["target.kv"][40] = 1.0
     with pytest.raises(OSError, match=str(errno.EINVAL)):
-        memory._maps[0][0].madvise(999, 0, 4096)
+        memory._memory.madvise(999, 0, 4096)

@@ -2,23 +2,40 @@ import numpy as np
 import pytest
 import torch
 
+from kits.exchange_work import many_calls, two_threads, types_and_shapes
 from kits.plan_driver import PlanDriver, greedy
-from kits.process_ranks import answer, gather_worker, process_ranks, run_on, toy_worker
+from kits.process_ranks import answer, process_ranks, run_on, toy_worker
 from kits.toy_model import ToyConfig, ToyModel
 from sglane.distributed.groups import init_groups, local_groups
 
+TRANSPORTS = ("peer", "collective")
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_padded_gathers_over_gloo(size: int) -> None:
-    with process_ranks(size, gather_worker) as pipes:
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_types_and_shapes(size: int, transport: str) -> None:
+    with process_ranks(size, types_and_shapes, transport=transport) as pipes:
         assert [answer(pipe) for pipe in pipes] == ["done"] * size
 
 
+@pytest.mark.parametrize(("transport", "size", "num_calls"), [("peer", 2, 4000), ("peer", 4, 3000), ("collective", 3, 200)])
+def test_many_calls_with_a_late_rank(transport: str, size: int, num_calls: int) -> None:
+    with process_ranks(size, many_calls, num_calls, transport=transport) as pipes:
+        assert [answer(pipe) for pipe in pipes] == ["done"] * size
+
+
+@pytest.mark.parametrize(("transport", "num_calls"), [("peer", 1000), ("collective", 100)])
+def test_two_communicators_from_two_threads(transport: str, num_calls: int) -> None:
+    with process_ranks(3, two_threads, num_calls, transport=transport) as pipes:
+        assert [answer(pipe) for pipe in pipes] == ["done"] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", ["gqa", "dsa"])
-def test_two_processes_give_the_tokens_of_the_reference(kind: str) -> None:
+def test_two_processes_give_the_tokens_of_the_reference(kind: str, transport: str) -> None:
     model = ToyModel(ToyConfig(kind))
     prompts = [np.random.default_rng(seed).integers(0, 61, n).tolist() for seed, n in enumerate((37, 1, 18))]
-    with process_ranks(2, toy_worker, kind, 4, 60) as pipes:
+    with process_ranks(2, toy_worker, kind, 4, 60, transport=transport) as pipes:
         drive = PlanDriver(run_on(pipes), 4, 2, 60)
         for slot, prompt in enumerate(prompts):
             drive.start(slot, prompt, greedy())
