@@ -21,6 +21,14 @@ class Entry:
     samples: bool
 
 
+@dataclass(frozen=True)
+class IssuedStep:
+    """Until it retires."""
+
+    step: int
+    entries: list[Entry]
+
+
 @dataclass
 class Carry:
     """What waits for the next plan: it can't wait for a step of its own, since an idle engine issues none."""
@@ -42,7 +50,7 @@ class Carry:
 
 
 class StepBuilder:
-    """One step under construction. `lane_tokens[lane]` counts the tokens that new pages give to each lane in this step."""
+    """One step under construction. `lane_tokens[lane]` counts the tokens that each lane computes in this step."""
 
     def __init__(self, step: int, layout: PageLayout):
         self.step = step
@@ -64,10 +72,21 @@ class StepBuilder:
     def num_starts(self) -> int:
         return len(self._starts)
 
-    def _count_pages(self, pages: npt.NDArray[np.int32]) -> None:
-        self.lane_tokens += self._layout.lane_counts(pages) * self._layout.page_size
+    def _count_tokens(self, pages: npt.NDArray[np.int32], start: int, end: int) -> None:
+        """Positions [start, end) of a row are computed where their pages lie."""
+        layout = self._layout
+        if layout.cp_size == 1:
+            self.lane_tokens += end - start
+            return
+        first, last = start // layout.page_size, (end - 1) // layout.page_size
+        if first == last:
+            self.lane_tokens[layout.lane(int(pages[first]))] += end - start
+            return
+        self.lane_tokens += layout.lane_counts(pages[first : last + 1]) * layout.page_size
+        self.lane_tokens[layout.lane(int(pages[first]))] -= start - first * layout.page_size
+        self.lane_tokens[layout.lane(int(pages[last]))] -= (last + 1) * layout.page_size - end
 
-    def start(self, request: Request, admission: Admission, num_hit_pages: int) -> None:
+    def start(self, request: Request, admission: Admission) -> None:
         """A request takes its slot. Its first extend follows."""
         self.started_rids.append(request.rid)
         history = request.tokens(0, admission.num_cached_tokens).tobytes() if request.sampling.needs_history() else b""
@@ -77,7 +96,6 @@ class StepBuilder:
         )
         if admission.tail_copy is not None:
             self._tail_copies.append(TailCopy(*admission.tail_copy))
-        self._count_pages(pages[num_hit_pages:])
         self.num_cached_tokens += admission.num_cached_tokens
 
     def extend(self, request: Request, num_rows: int, new_pages: npt.NDArray[np.int32]) -> None:
@@ -91,15 +109,16 @@ class StepBuilder:
             Extend(residence.slot, start, request.tokens(start, end).tobytes(), lookahead, new_pages.tobytes(), samples, request.logprob_start)
         )
         self.entries.append(Entry(request, residence.slot, num_rows, True, samples))
-        self._count_pages(new_pages)
+        self._count_tokens(residence.holding.pages, start, end)
         self.num_extend_tokens += num_rows
 
     def continue_(self, request: Request, new_pages: npt.NDArray[np.int32]) -> None:
         """Feed the slot's own last token."""
-        slot = request.admitted().slot
+        residence = request.admitted()
         request.issue_continue(self.step)
-        self._continues.append((slot, new_pages))
-        self.entries.append(Entry(request, slot, 1, False, True))
+        self._continues.append((residence.slot, new_pages))
+        self.entries.append(Entry(request, residence.slot, 1, False, True))
+        self._count_tokens(residence.holding.pages, residence.num_rows_issued - 1, residence.num_rows_issued)
 
     @property
     def num_continues(self) -> int:

@@ -45,6 +45,7 @@ class KVLedger:
         self._holdings: dict[int, Holding] = {}  # open ones, by serial number
         self._unissued: list[Holding] = []  # admitted with a tail copy that no issued step carries yet
         self._next_serial = 0
+        self._num_home_moves = layout.no_counts()  # by the new home
 
     @property
     def num_tokens_total(self) -> int:
@@ -95,7 +96,7 @@ class KVLedger:
                 holding.cut_to_page(self.layout.page_size)
                 fixed = self.layout.no_counts()
         num_free = num_new - int(fixed.sum())
-        pages = self._supply.reserve(holding.serial, Demand(fixed, num_free), self._prefill_policy(num_free, fixed, lane_tokens))
+        pages = self._supply.reserve(holding.serial, Demand(fixed, num_free), self._prefill_policy(holding, num_free, fixed, lane_tokens))
         if isinstance(pages, Shortfall):
             return pages
         tail_copy = None
@@ -115,16 +116,28 @@ class KVLedger:
         fixed = self.layout.no_counts()
         policy: Callable[[LaneCounts], Lanes]
         if decode:
-            home = holding.home_lane
+            home, homes = holding.home_lane, self.homes(holding)
 
             def policy(available: LaneCounts) -> Lanes:
-                return decode_owner(home, num_new, available)
+                return decode_owner(home, num_new, homes, available)
         else:
-            policy = self._prefill_policy(num_new, fixed, lane_tokens)
+            policy = self._prefill_policy(holding, num_new, fixed, lane_tokens)
+        home_before = holding.home_lane
         pages = self._supply.reserve(holding.serial, Demand(fixed, num_new), policy)
         if not isinstance(pages, Shortfall):
             holding.grown(pages)
+            if decode and holding.home_lane != home_before:
+                self._num_home_moves[holding.home_lane] += 1
         return pages
+
+    def look_ahead(self, holding: Holding, num_tokens: int) -> None:
+        """The row has `num_tokens` rows with this step and goes on growing: if the next step needs a page and its home lane has no free one,
+        evict one there now, since it is reusable only when the steps under way have retired. Else the request would have to move to whatever
+        lane has a free page. Not done where a lane with fewer homes has one: moving there is better."""
+        if self.layout.cp_size == 1 or num_tokens < len(holding.pages) * self.layout.page_size:
+            return
+        home, homes = holding.home_lane, self.homes(holding)
+        self._supply.prepare(holding.serial, home, homes < homes[home])
 
     def publish(self, holding: Holding, key: RadixKey) -> RowChange | None:
         """Give the tree the whole pages of `key` = all tokens whose value and row are known. Where the tree had them already the row moves to
@@ -174,7 +187,13 @@ class KVLedger:
 
     def evictions(self) -> dict[str, object]:
         """Tokens (whole pages) that left the tree to make room since the start, and how long each eviction took."""
-        return {"num_tokens": self._supply.num_evicted_pages * self.layout.page_size, "times": self._supply.eviction_times.report()}
+        return {"num_tokens": int(self._supply.num_evicted_pages.sum()) * self.layout.page_size, "times": self._supply.eviction_times.report()}
+
+    def lane_totals(self) -> dict[str, list[int]]:
+        """By lane: requests at home now; moves of a home to it, and pages of it that were evicted to make room, since the start."""
+        return {
+            "homes": self.homes().tolist(), "home_moves": self._num_home_moves.tolist(), "evicted_pages": self._supply.num_evicted_pages.tolist(),
+        }
 
     def drain_reusable(self) -> Pages:
         """Pages that became reusable since the last call. Take them into every plan: a page may be in use again in the step after."""
@@ -199,9 +218,19 @@ class KVLedger:
         """Raises LedgerError unless every page is in exactly one class and the tree, the leases and the slots are consistent."""
         audit_ledger(self._allocator, self._tree, list(self._holdings.values()), self._free_slots, self.num_slots)
 
-    def _prefill_policy(self, num_pages: int, fixed: LaneCounts, lane_tokens: LaneCounts) -> Callable[[LaneCounts], Lanes]:
-        loads = lane_tokens + fixed * self.layout.page_size
-        return lambda available: prefill_owners(num_pages, self.layout, loads, available)
+    def homes(self, besides: Holding | None = None) -> LaneCounts:
+        """int64 [cp_size] admitted holdings that grow in each lane, but for `besides`."""
+        homes = self.layout.no_counts()
+        for holding in self._holdings.values():
+            if holding.state == ADMITTED and holding is not besides:
+                homes[holding.home_lane] += 1
+        return homes
+
+    def _prefill_policy(self, holding: Holding, num_pages: int, fixed: LaneCounts, lane_tokens: LaneCounts) -> Callable[[LaneCounts], Lanes]:
+        if self.layout.cp_size == 1:
+            return lambda available: prefill_owners(num_pages, self.layout, lane_tokens, lane_tokens, available)
+        loads, homes = lane_tokens + fixed * self.layout.page_size, self.homes(holding)
+        return lambda available: prefill_owners(num_pages, self.layout, loads, homes, available)
 
     def _only_tail_lane_is_short(self, holding: Holding, demand: Demand) -> bool:
         """The demand cannot be met, but the same number of pages in any lanes could, once the source of the copy is no longer leased."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sglane.mem_cache.lane_allocator import LaneAllocator
 from sglane.mem_cache.page_layout import Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
@@ -39,7 +40,7 @@ class PageSupply:
         self._promises: dict[int, _Promise] = {}  # by the asker's serial number
         self.last_issued = 0
         self.last_retired = 0
-        self.num_evicted_pages = 0  # to make room; a flush does not count
+        self.num_evicted_pages = layout.no_counts()  # by lane, to make room; a flush does not count
         self.eviction_times = TimeHistogram(EVICTION_BOUNDS_S)
 
     def issued(self, step: int) -> None:
@@ -74,6 +75,20 @@ class PageSupply:
             return self._try_reserve(asker, demand, owners, self.layout.no_counts())
         return shortfall
 
+    def prepare(self, asker: int, lane: int, better: npt.NDArray[np.bool_]) -> None:
+        """The asker will soon want a page of `lane`: evict one and promise it, if the lane has none to give, and no lane marked in `better`,
+        bool [cp_size], has a free one."""
+        if asker in self._promises:
+            return
+        promised = self._promised_to_others(asker)
+        free = self._allocator.free_counts() - promised
+        if free[lane] + self._allocator.ticket_counts()[lane] > 0 or (free[better] > 0).any() or self._tree.evictable_counts()[lane] == 0:
+            return
+        one = self.layout.no_counts()
+        one[lane] = 1
+        self._evict(one)
+        self._promises[asker] = _Promise(one, self.last_issued)
+
     def _try_reserve(self, asker: int, demand: Demand, owners: OwnerPolicy, promised: LaneCounts) -> Pages | Shortfall:
         free = self._allocator.free_counts()
         soon = np.maximum(free + self._allocator.ticket_counts() - promised, 0)
@@ -101,7 +116,7 @@ class PageSupply:
         assert evicted is not None, "pages counted as evictable could not be evicted"
         self.give(evicted)
         self.eviction_times.add(time.perf_counter() - begin_s)
-        self.num_evicted_pages += len(evicted)
+        self.num_evicted_pages += self.layout.lane_counts(evicted)
         return evicted
 
     def _allocate(self, asker: int, demand: Demand, owners: Lanes) -> Pages:
