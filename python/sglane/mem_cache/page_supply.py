@@ -76,17 +76,18 @@ class PageSupply:
         return shortfall
 
     def prepare(self, asker: int, lane: int, better: npt.NDArray[np.bool_]) -> None:
-        """The asker will soon want a page of `lane`: evict one and promise it, if the lane has none to give, and no lane marked in `better`,
-        bool [cp_size], has a free one."""
-        if asker in self._promises:
-            return
+        """The asker will want a page of `lane` in the next step: promise it one, evicting it if the lane has none to give. Nothing is done if a
+        lane marked in `better`, bool [cp_size], has a free one, or if there is nothing to evict."""
         promised = self._promised_to_others(asker)
         free = self._allocator.free_counts() - promised
-        if free[lane] + self._allocator.ticket_counts()[lane] > 0 or (free[better] > 0).any() or self._tree.evictable_counts()[lane] == 0:
+        if (free[better] > 0).any():
             return
         one = self.layout.no_counts()
         one[lane] = 1
-        self._evict(one)
+        if free[lane] + self._allocator.ticket_counts()[lane] <= 0:
+            if self._tree.evictable_counts()[lane] == 0:
+                return
+            self._evict(one)
         self._promises[asker] = _Promise(one, self.last_issued)
 
     def _try_reserve(self, asker: int, demand: Demand, owners: OwnerPolicy, promised: LaneCounts) -> Pages | Shortfall:
