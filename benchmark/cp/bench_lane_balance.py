@@ -3,13 +3,13 @@
     PYTHONPATH=python python benchmark/cp/bench_lane_balance.py [--lanes 4] [--seeds 3]
 
 `decode` and `all`: rows of the busiest lane of each step, summed over the steps, divided by what it would be if every step were spread evenly
-(1.00 is perfect, N is everything on one lane); decode rows alone, and all rows. `homes`: the same for the requests that run, by the lane in
-which they grow. `held`: private pages of the fullest lane against the mean, at the fullest moment. `moves`: home moves per 1000 decode rows.
-`wait`: steps in which the first request of the queue found no pages, per 1000 steps.
+(1.00 is perfect, N is everything on one lane); decode rows alone, and all rows. `held`: private pages of the fullest lane against the mean, at
+the fullest moment. `moves`: home moves per 1000 new pages of decoding. `waits`: requests that did not get their pages at once, per 1000 steps.
 """
 import argparse
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -79,12 +79,15 @@ class Skew:
 class Figures:
     decode: Skew = field(default_factory=Skew)
     rows: Skew = field(default_factory=Skew)
-    homes: Skew = field(default_factory=Skew)
     held: tuple[int, float] = (0, 1.0)  # pages at the fullest moment, and how unevenly
-    num_moves: int = 0
     num_decode_rows: int = 0
     num_steps: int = 0
+    num_moves: int = 0
     num_waits: int = 0
+
+    def line(self, num_lanes: int) -> list[float]:
+        return [self.decode.ratio(num_lanes), self.rows.ratio(num_lanes), self.held[1], 1000 * self.num_moves * PAGE_SIZE / self.num_decode_rows,
+                1000 * self.num_waits / self.num_steps]
 
 
 class Simulation:
@@ -114,6 +117,9 @@ class Simulation:
                 for result in self._answers.popleft():
                     self.scheduler.add_result(result)
             self.scheduler.take_outputs()
+        lanes: Any = self.scheduler.lanes()
+        self.figures.num_moves = sum(lanes["home_moves"])
+        self.figures.num_waits = sum(count for *_, count in lanes["page_waits"]["counts"])
         return self.figures
 
     def _arrive(self) -> None:
@@ -129,7 +135,7 @@ class Simulation:
 
     def _measure(self) -> None:
         num_lanes, figures = self.layout.cp_size, self.figures
-        decode, rows, homes = (np.zeros(num_lanes) for _ in range(3))
+        decode, rows = np.zeros(num_lanes), np.zeros(num_lanes)
         for entry in self.scheduler._issued[-1].entries:
             residence = entry.request.admitted()
             end = residence.num_rows_issued
@@ -138,11 +144,9 @@ class Simulation:
             rows += lanes
             if not entry.is_extend:
                 decode += lanes
-                homes[residence.holding.home_lane] += 1
         figures.rows.add(rows)
         if decode.sum() >= num_lanes:
             figures.decode.add(decode)
-            figures.homes.add(homes)
         held = np.array(self.ledger.snapshot()["device"]["held"])
         if held.sum() > figures.held[0]:
             figures.held = int(held.sum()), float(held.max() / held.mean())
@@ -155,12 +159,11 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
-    print("load            decode    all  homes   held   moves")
+    print("load           decode    all   held   moves   waits")
     for name, load in LOADS.items():
         runs = [Simulation(load, given.lanes, seed, given.lanes if name == "bursts" else 0).run() for seed in range(given.seeds)]
-        ratios = [np.mean([getattr(run, part).ratio(given.lanes) for run in runs]) for part in ("decode", "rows", "homes")]
-        held = np.mean([run.held[1] for run in runs])
-        print(f"{name:14} " + " ".join(f"{ratio:6.2f}" for ratio in [*ratios, held]), flush=True)
+        decode, rows, held, moves, waits = np.mean([run.line(given.lanes) for run in runs], 0)
+        print(f"{name:14} {decode:6.2f} {rows:6.2f} {held:6.2f} {moves:7.1f} {waits:7.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -114,29 +114,27 @@ class KVLedger:
         if num_new <= 0:
             return NO_PAGES
         fixed = self.layout.no_counts()
+        home = holding.home_lane
         policy: Callable[[LaneCounts], Lanes]
         if decode:
-            home, homes = holding.home_lane, self.homes(holding)
-
             def policy(available: LaneCounts) -> Lanes:
-                return decode_owner(home, num_new, homes, available)
+                return decode_owner(home, num_new, self._homes(holding), available)
         else:
             policy = self._prefill_policy(holding, num_new, fixed, lane_tokens)
-        home_before = holding.home_lane
         pages = self._supply.reserve(holding.serial, Demand(fixed, num_new), policy)
         if not isinstance(pages, Shortfall):
             holding.grown(pages)
-            if decode and holding.home_lane != home_before:
+            if decode and holding.home_lane != home:
                 self._num_home_moves[holding.home_lane] += 1
         return pages
 
     def look_ahead(self, holding: Holding, num_tokens: int) -> None:
-        """The row has `num_tokens` rows with this step and goes on growing: if the next step needs a page and its home lane has no free one,
-        evict one there now, since it is reusable only when the steps under way have retired. Else the request would have to move to whatever
-        lane has a free page. Not done where a lane with fewer homes has one: moving there is better."""
-        if self.layout.cp_size == 1 or num_tokens < len(holding.pages) * self.layout.page_size:
+        """A request that decodes has `num_tokens` rows with this step and goes on growing. If the next step needs a page, it is promised one in its
+        home lane, and one is evicted there if need be: evicted later, it would not be reusable yet, and the request would have to wait, or to move
+        to whatever lane has a free page. Not done where a lane with fewer homes has one: moving there is better."""
+        if num_tokens < len(holding.pages) * self.layout.page_size:
             return
-        home, homes = holding.home_lane, self.homes(holding)
+        home, homes = holding.home_lane, self._homes(holding)
         self._supply.prepare(holding.serial, home, homes < homes[home])
 
     def publish(self, holding: Holding, key: RadixKey) -> RowChange | None:
@@ -192,7 +190,7 @@ class KVLedger:
     def lane_totals(self) -> dict[str, list[int]]:
         """By lane: requests at home now; moves of a home to it, and pages of it that were evicted to make room, since the start."""
         return {
-            "homes": self.homes().tolist(), "home_moves": self._num_home_moves.tolist(), "evicted_pages": self._supply.num_evicted_pages.tolist(),
+            "homes": self._homes().tolist(), "home_moves": self._num_home_moves.tolist(), "evicted_pages": self._supply.num_evicted_pages.tolist(),
         }
 
     def drain_reusable(self) -> Pages:
@@ -218,8 +216,8 @@ class KVLedger:
         """Raises LedgerError unless every page is in exactly one class and the tree, the leases and the slots are consistent."""
         audit_ledger(self._allocator, self._tree, list(self._holdings.values()), self._free_slots, self.num_slots)
 
-    def homes(self, besides: Holding | None = None) -> LaneCounts:
-        """int64 [cp_size] admitted holdings that grow in each lane, but for `besides`."""
+    def _homes(self, besides: Holding | None = None) -> LaneCounts:
+        """int64 [cp_size] admitted holdings at home in each lane, but for `besides`."""
         homes = self.layout.no_counts()
         for holding in self._holdings.values():
             if holding.state == ADMITTED and holding is not besides:
@@ -227,9 +225,7 @@ class KVLedger:
         return homes
 
     def _prefill_policy(self, holding: Holding, num_pages: int, fixed: LaneCounts, lane_tokens: LaneCounts) -> Callable[[LaneCounts], Lanes]:
-        if self.layout.cp_size == 1:
-            return lambda available: prefill_owners(num_pages, self.layout, lane_tokens, lane_tokens, available)
-        loads, homes = lane_tokens + fixed * self.layout.page_size, self.homes(holding)
+        loads, homes = lane_tokens + fixed * self.layout.page_size, self._homes(holding)
         return lambda available: prefill_owners(num_pages, self.layout, loads, homes, available)
 
     def _only_tail_lane_is_short(self, holding: Holding, demand: Demand) -> bool:

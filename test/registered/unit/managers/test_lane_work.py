@@ -73,7 +73,7 @@ def test_a_wait_counts_once_with_its_reason_and_its_whole_time():
     assert sum(report["times"]["counts"]) == 2 and report["times"]["sum_s"] == pytest.approx(0.58) and waits.num_waiting == 1
 
 
-@pytest.mark.parametrize("cp_size", [2, 3])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
 def test_requests_that_decode_with_a_full_cache_neither_move_nor_wait(cp_size):
     """Each next page is made free in the home lane one step before it is needed."""
     layout, num_rows = PageLayout(4, cp_size), 1 + 48 // cp_size
