@@ -248,7 +248,7 @@ class Scheduler:
         self.ledger.issued(plan.step)
         self._next_step += 1
         self._reserve.decay()
-        self._lane_work.add(builder.lane_tokens)
+        self._lane_work.add(builder.lane_tokens())
         self.totals.num_prompt_tokens += builder.num_extend_tokens
         self.totals.num_cached_tokens += builder.num_cached_tokens
         self.last_step = StepSummary(
@@ -265,7 +265,7 @@ class Scheduler:
         pages = self._cover(builder, request, residence.num_rows_issued + 1, decode=True)
         if pages is not None:
             builder.continue_(request, pages)
-            if request.can_continue():
+            if residence.num_rows_issued % self._layout.page_size == 0 and request.can_continue():
                 self.ledger.look_ahead(residence.holding, residence.num_rows_issued)
 
     def _plan_chunk(self, builder: StepBuilder, request: Request) -> None:
@@ -280,8 +280,9 @@ class Scheduler:
 
     def _cover(self, builder: StepBuilder, request: Request, num_rows: int, *, decode: bool) -> npt.NDArray[np.int32] | None:
         """Pages so that `num_rows` rows are covered; takes them from the youngest if need be. None: not in this step."""
+        lane_tokens = builder.nothing if decode else builder.lane_tokens()
         while True:
-            got = self.ledger.extend(request.admitted().holding, num_rows, decode=decode, lane_tokens=builder.lane_tokens)
+            got = self.ledger.extend(request.admitted().holding, num_rows, decode=decode, lane_tokens=lane_tokens)
             if not isinstance(got, Shortfall):
                 self._lane_work.waits.ended(request.rid)
                 return got
@@ -336,7 +337,7 @@ class Scheduler:
             return False
         budget = self.limits.chunk_tokens - builder.num_extend_tokens
         end = start + chunk_rows(start, request.num_known_tokens - start, budget, page_size)
-        admission = self.ledger.admit(holding, end, builder.lane_tokens)
+        admission = self.ledger.admit(holding, end, builder.lane_tokens())
         if isinstance(admission, Shortfall):
             self._lane_work.waits.refused(request.rid, admission)
             if admission.pending:
