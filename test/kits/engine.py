@@ -4,7 +4,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglane.managers.scheduler import Limits, Scheduler
+from sglane.managers.limits import Limits
+from sglane.managers.scheduler import Scheduler
 from sglane.mem_cache.kv_ledger import KVLedger
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.io_struct import GenerateRequest, RequestOutput, SamplingParams

@@ -55,7 +55,11 @@ STATE: dict[str, Any] = {
     "memory_usage": {"devices": ["cpu", "cpu"], "weight_bytes": [10, 10], "kvcache_bytes": [5, 5], "token_capacity": 4096, "planes": []},
     "effective_max_running_requests_per_dp": 8,
     "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1,
-               "num_retractions": 3},
+               "num_retractions": 3, "num_stalls": 4},
+    "lanes": {
+        "homes": [3, 2], "home_moves": [0, 6], "evicted_pages": [11, 29], "computed_tokens": [180, 170], "busiest_lane_tokens": 200,
+        "page_waits": {"counts": [["1", "short", 2], ["any", "pending", 5]], "times": {"bounds_s": [0.01, 0.1], "counts": [4, 2, 1], "sum_s": 1.5}},
+    },
     "evictions": {"num_tokens": 640, "times": {"bounds_s": [0.001, 0.01], "counts": [2, 1, 0], "sum_s": 0.006}},
     "queue_times": {"bounds_s": [0.01, 0.1], "counts": [3, 1, 1], "sum_s": 2.5},
     "num_paused_reqs": 0, "num_retracted_reqs": 1,

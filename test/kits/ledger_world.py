@@ -52,7 +52,7 @@ class LedgerWorld:
         self.step = 0
         self.inserted = []  # (namespace, key) ever given to the tree
         self.ever_evicted = False
-        self.num_hits = self.num_copies = self.num_pending = self.num_evicted = self.num_changes = 0
+        self.num_hits = self.num_copies = self.num_pending = self.num_evicted = self.num_changes = self.num_looked_ahead = 0
 
     # the planner's verbs
 
@@ -116,6 +116,22 @@ class LedgerWorld:
         assert len(answer) == max(num_pages, 0)
         request.row += answer.tolist()
         self.enter_plan(request, num_tokens)
+        if decode and num_tokens < len(request.contents):
+            self.look_ahead(request, num_tokens)
+
+    def look_ahead(self, request, num_tokens):
+        """Room for one page is made in the lane in which the request grows, and only if that lane has none to give."""
+        home, before = request.holding.home_lane, self.state()
+        self.ledger.look_ahead(request.holding, num_tokens)
+        num_evicted = np.array(before["device"]["cached"]) - np.array(self.state()["device"]["cached"])
+        if num_evicted.any():
+            self.note_eviction(before)
+            self.num_looked_ahead += 1
+            assert num_tokens == len(request.row) * self.layout.page_size and num_evicted[home] == 1
+            assert before["device"]["free"][home] <= self.num_promised(home)
+
+    def num_promised(self, lane):
+        return sum(int(promise.lanes[lane]) for promise in self.ledger._supply._promises.values())
 
     def publish(self, request):
         known = self.key(request.tokens[: request.num_known])

@@ -7,8 +7,9 @@ import msgspec
 import zmq
 
 from sglane import environ
+from sglane.managers.limits import Limits
 from sglane.managers.reporter import Reporter
-from sglane.managers.scheduler import Limits, Scheduler
+from sglane.managers.scheduler import Scheduler
 from sglane.mem_cache.kv_ledger import KVLedger
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.io_struct import (
@@ -310,6 +311,7 @@ class Planner:
             "effective_max_running_requests_per_dp": self.sizes.num_slots,
             "totals": asdict(self.scheduler.totals),
             "queue_times": self._reporter.queue_times.report(),
+            "lanes": self.scheduler.lanes(),
             "evictions": self.scheduler.ledger.evictions(),
             **self.scheduler.load(),
             **self.scheduler.set_aside(),

@@ -186,6 +186,12 @@ class Request:
     def retire_rows(self, num_rows: int) -> None:
         self.admitted().num_rows_done += num_rows
 
+    def retire_stall(self, num_rows: int) -> None:
+        """A continue was stalled: its rows were not written and its token was not sampled, so it can be issued again."""
+        residence = self.admitted()
+        residence.num_rows_issued -= num_rows
+        residence.num_samples_in_flight -= 1
+
     def retire_tokens(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Take sampled tokens; returns those that count (none after the finish). Sets `finish` on a stop id or the limit."""
         self.admitted().num_samples_in_flight -= 1

@@ -7,30 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 from sglane.managers.admission import Reserve, WaitingQueue, chunk_rows, must_wait_for_prefix
+from sglane.managers.lane_work import LaneWork
+from sglane.managers.limits import Limits, StepSummary
 from sglane.managers.request import Phase, Request
-from sglane.managers.step_builder import Carry, Entry, StepBuilder
-from sglane.managers.step_results import MergedStep, ResultMerger
+from sglane.managers.step_builder import Carry, Entry, IssuedStep, StepBuilder
+from sglane.managers.step_results import MergedStep, ResultMerger, to_chunk
 from sglane.mem_cache.kv_ledger import Holding, KVLedger
 from sglane.mem_cache.page_layout import PageLayout, Shortfall
-from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
+from sglane.plan.io_struct import FinishReason, GenerateRequest, RequestOutput
 from sglane.plan.step_plan import LogprobBlock, StepPlan, StepResult
 from sglane.utils import fallback
 
 OUT_OF_KV = "out of KV space: the request needs more pages than the pool can give"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes the scheduler keeps to, all fixed at start-up."""
-
-    max_running_requests: int
-    max_request_tokens: int
-    chunk_tokens: int  # most prompt tokens in one step
-    max_unretired_steps: int  # 2 with overlap, 1 without
-    max_queued_requests: int | None = None
-    policy: str = "fcfs"
-    conservativeness: float = 1.0
-    reuse_prefixes: bool = True
 
 
 @dataclass
@@ -43,23 +31,7 @@ class Totals:
     num_requests: int = 0
     num_aborted: int = 0
     num_retractions: int = 0
-
-
-@dataclass(frozen=True)
-class IssuedStep:
-    step: int
-    entries: list[Entry]
-
-
-@dataclass
-class StepSummary:
-    """What the log says of the last planned step."""
-
-    num_starts: int = 0
-    num_extend_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_continues: int = 0
-    started_rids: tuple[str, ...] = ()
+    num_stalls: int = 0  # continues for which the executors had no row
 
 
 class Scheduler:
@@ -78,6 +50,7 @@ class Scheduler:
         self._leaving: list[Request] = []  # out of the plans, residence kept until the last issued step retires
         self._next_in: tuple[Request, Holding] | None = None  # matched; its pages wait for unretired steps
         self._merger = ResultMerger(num_ranks)
+        self._lane_work = LaneWork(layout)
         self._issued: deque[IssuedStep] = deque()
         self._carry = Carry()
         self._outputs: list[RequestOutput] = []
@@ -146,6 +119,12 @@ class Scheduler:
 
     def _retire_entry(self, entry: Entry, merged: MergedStep) -> None:
         request = entry.request
+        if entry.samples:
+            assert entry.slot in merged.tokens, f"step {merged.step}: no rank sampled slot {entry.slot} (request {request.rid})"
+            if not entry.is_extend and not len(merged.tokens[entry.slot]):
+                self.totals.num_stalls += 1
+                request.retire_stall(entry.num_rows)
+                return
         request.retire_rows(entry.num_rows)
         if entry.is_extend and request.phase in (Phase.PREFILL, Phase.DECODE):
             change = self.ledger.publish(request.admitted().holding, request.publishable_key())
@@ -161,7 +140,6 @@ class Scheduler:
                 output_blocks.append(block)
         if not entry.samples:
             return
-        assert entry.slot in merged.tokens, f"step {merged.step}: no rank sampled slot {entry.slot} (request {request.rid})"
         had_finished = request.finish is not None
         tokens = request.retire_tokens(merged.tokens[entry.slot])
         if had_finished:
@@ -176,7 +154,7 @@ class Scheduler:
         self._outputs.append(
             RequestOutput(
                 request.rid, tokens.tobytes(), request.num_prompt_tokens, request.num_output_tokens, cached, device, host, request.num_retractions,
-                finish=request.finish, input_logprobs=request.take_prompt_logprobs(), output_logprobs=[_to_chunk(block) for block in blocks],
+                finish=request.finish, input_logprobs=request.take_prompt_logprobs(), output_logprobs=[to_chunk(block) for block in blocks],
             )
         )
 
@@ -189,6 +167,7 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, num_kept_outputs: int | None = None) -> None:
         was_waiting = request.phase is Phase.WAITING
         request.finish_with(reason, num_kept_outputs)
+        self._lane_work.waits.ended(request.rid)
         if was_waiting and request.residence is None:
             self._waiting.remove(request)
             if self._next_in is not None and self._next_in[0] is request:
@@ -269,6 +248,7 @@ class Scheduler:
         self.ledger.issued(plan.step)
         self._next_step += 1
         self._reserve.decay()
+        self._lane_work.add(builder.lane_tokens())
         self.totals.num_prompt_tokens += builder.num_extend_tokens
         self.totals.num_cached_tokens += builder.num_cached_tokens
         self.last_step = StepSummary(
@@ -285,6 +265,8 @@ class Scheduler:
         pages = self._cover(builder, request, residence.num_rows_issued + 1, decode=True)
         if pages is not None:
             builder.continue_(request, pages)
+            if residence.num_rows_issued % self._layout.page_size == 0 and request.can_continue():
+                self.ledger.look_ahead(residence.holding, residence.num_rows_issued)
 
     def _plan_chunk(self, builder: StepBuilder, request: Request) -> None:
         budget = self.limits.chunk_tokens - builder.num_extend_tokens
@@ -298,10 +280,13 @@ class Scheduler:
 
     def _cover(self, builder: StepBuilder, request: Request, num_rows: int, *, decode: bool) -> npt.NDArray[np.int32] | None:
         """Pages so that `num_rows` rows are covered; takes them from the youngest if need be. None: not in this step."""
+        lane_tokens = builder.nothing if decode else builder.lane_tokens()
         while True:
-            got = self.ledger.extend(request.admitted().holding, num_rows, decode=decode, lane_tokens=builder.lane_tokens)
+            got = self.ledger.extend(request.admitted().holding, num_rows, decode=decode, lane_tokens=lane_tokens)
             if not isinstance(got, Shortfall):
+                self._lane_work.waits.ended(request.rid)
                 return got
+            self._lane_work.waits.refused(request.rid, got)
             if got.pending or self._leaving:
                 return None  # pages are on their way
             if self._next_in is not None:
@@ -347,12 +332,14 @@ class Scheduler:
         needed = self._layout.num_pages(request.num_known_tokens + 1) - num_hit_pages
         promised = self._reserve.num_pages(iter(self._running.values()))
         if self._running and needed + promised > int(self.ledger.available().sum()):
+            self._lane_work.waits.refused(request.rid, None)
             self.ledger.cancel(holding)
             return False
         budget = self.limits.chunk_tokens - builder.num_extend_tokens
         end = start + chunk_rows(start, request.num_known_tokens - start, budget, page_size)
-        admission = self.ledger.admit(holding, end, builder.lane_tokens)
+        admission = self.ledger.admit(holding, end, builder.lane_tokens())
         if isinstance(admission, Shortfall):
+            self._lane_work.waits.refused(request.rid, admission)
             if admission.pending:
                 self._next_in = (request, holding)  # keeps the lease and what was evicted for it
                 return False
@@ -361,10 +348,11 @@ class Scheduler:
                 self._abort(request, FinishReason(kind="abort", message=OUT_OF_KV, status_code=503))
             return False
         self._waiting.remove(request)
+        self._lane_work.waits.ended(request.rid)
         request.admit(admission.slot, holding, self._num_admitted, admission.num_cached_tokens)
         self._num_admitted += 1
         self._running[request.rid] = request
-        builder.start(request, admission, num_hit_pages)
+        builder.start(request, admission)
         builder.extend(request, end - admission.num_cached_tokens, np.empty(0, np.int32))
         return True
 
@@ -437,13 +425,10 @@ class Scheduler:
         num_retracted = sum(request.num_retractions > 0 for request in waiting)
         return {"num_paused_reqs": len(self._requests) if self._paused else 0, "num_retracted_reqs": num_retracted}
 
+    def lanes(self) -> dict[str, object]:
+        """What is known by lane besides the ledger's pages; see KVLedger.lane_totals and LaneWork."""
+        return {**self.ledger.lane_totals(), **self._lane_work.report()}
+
     def kv_ledger(self) -> dict[str, object]:
         """The ledger as /server_info shows it."""
         return {**self.ledger.snapshot(), "fallbacks": fallback.counts()}
-
-
-def _to_chunk(block: LogprobBlock) -> LogprobChunk:
-    first_position = int(np.frombuffer(block.positions, np.int32, 1)[0])
-    return LogprobChunk(
-        first_position, block.token_ids, block.logprobs, block.num_top, block.top_ids, block.top_logprobs, block.asked_logprobs
-    )

@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from sglane.managers.request import Request
 from sglane.mem_cache.kv_ledger import Admission, RowChange
-from sglane.mem_cache.page_layout import PageLayout
+from sglane.mem_cache.page_layout import LaneCounts, PageLayout
 from sglane.plan.step_plan import Continues, Extend, RowUpdate, SlotStart, StepPlan, TailCopy
 
 
@@ -19,6 +19,14 @@ class Entry:
     num_rows: int
     is_extend: bool
     samples: bool
+
+
+@dataclass(frozen=True)
+class IssuedStep:
+    """Until it retires."""
+
+    step: int
+    entries: list[Entry]
 
 
 @dataclass
@@ -42,7 +50,7 @@ class Carry:
 
 
 class StepBuilder:
-    """One step under construction. `lane_tokens[lane]` counts the tokens that new pages give to each lane in this step."""
+    """One step under construction."""
 
     def __init__(self, step: int, layout: PageLayout):
         self.step = step
@@ -50,8 +58,10 @@ class StepBuilder:
         self.num_extend_tokens = 0
         self.num_cached_tokens = 0
         self.started_rids: list[str] = []
-        self.lane_tokens = np.zeros(layout.cp_size, dtype=np.int64)
         self._layout = layout
+        self.nothing = layout.no_counts()
+        self._lane_tokens = layout.no_counts()
+        self._continue_lanes: list[int] = []  # not in _lane_tokens yet
         self._starts: list[SlotStart] = []
         self._tail_copies: list[TailCopy] = []
         self._extends: list[Extend] = []
@@ -64,10 +74,22 @@ class StepBuilder:
     def num_starts(self) -> int:
         return len(self._starts)
 
-    def _count_pages(self, pages: npt.NDArray[np.int32]) -> None:
-        self.lane_tokens += self._layout.lane_counts(pages) * self._layout.page_size
+    def lane_tokens(self) -> LaneCounts:
+        """int64 [cp_size] tokens that each lane computes in this step so far."""
+        if self._continue_lanes:
+            self._lane_tokens += np.bincount(self._continue_lanes, minlength=self._layout.cp_size)
+            self._continue_lanes.clear()
+        return self._lane_tokens
 
-    def start(self, request: Request, admission: Admission, num_hit_pages: int) -> None:
+    def _count_extend(self, pages: npt.NDArray[np.int32], start: int, end: int) -> None:
+        """Positions [start, end) of a row are computed where their pages lie."""
+        layout = self._layout
+        first, last = start // layout.page_size, (end - 1) // layout.page_size
+        self._lane_tokens += layout.lane_counts(pages[first : last + 1]) * layout.page_size
+        self._lane_tokens[layout.lane(int(pages[first]))] -= start - first * layout.page_size
+        self._lane_tokens[layout.lane(int(pages[last]))] -= (last + 1) * layout.page_size - end
+
+    def start(self, request: Request, admission: Admission) -> None:
         """A request takes its slot. Its first extend follows."""
         self.started_rids.append(request.rid)
         history = request.tokens(0, admission.num_cached_tokens).tobytes() if request.sampling.needs_history() else b""
@@ -77,7 +99,6 @@ class StepBuilder:
         )
         if admission.tail_copy is not None:
             self._tail_copies.append(TailCopy(*admission.tail_copy))
-        self._count_pages(pages[num_hit_pages:])
         self.num_cached_tokens += admission.num_cached_tokens
 
     def extend(self, request: Request, num_rows: int, new_pages: npt.NDArray[np.int32]) -> None:
@@ -91,15 +112,16 @@ class StepBuilder:
             Extend(residence.slot, start, request.tokens(start, end).tobytes(), lookahead, new_pages.tobytes(), samples, request.logprob_start)
         )
         self.entries.append(Entry(request, residence.slot, num_rows, True, samples))
-        self._count_pages(new_pages)
+        self._count_extend(residence.holding.pages, start, end)
         self.num_extend_tokens += num_rows
 
     def continue_(self, request: Request, new_pages: npt.NDArray[np.int32]) -> None:
         """Feed the slot's own last token."""
-        slot = request.admitted().slot
+        residence = request.admitted()
         request.issue_continue(self.step)
-        self._continues.append((slot, new_pages))
-        self.entries.append(Entry(request, slot, 1, False, True))
+        self._continues.append((residence.slot, new_pages))
+        self.entries.append(Entry(request, residence.slot, 1, False, True))
+        self._continue_lanes.append(residence.holding.lane_at((residence.num_rows_issued - 1) // self._layout.page_size))
 
     @property
     def num_continues(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglane.plan.io_struct import LogprobChunk
 from sglane.plan.step_plan import LogprobBlock, StepResult
 
 
@@ -59,3 +60,11 @@ class ResultMerger:
     def laggards(self, step: int) -> list[int]:
         """Ranks that have not answered `step` yet."""
         return [rank for rank, following in enumerate(self._next_step) if following <= step]
+
+
+def to_chunk(block: LogprobBlock) -> LogprobChunk:
+    """A rank's log probabilities of consecutive positions as the front gets them."""
+    first_position = int(np.frombuffer(block.positions, np.int32, 1)[0])
+    return LogprobChunk(
+        first_position, block.token_ids, block.logprobs, block.num_top, block.top_ids, block.top_logprobs, block.asked_logprobs
+    )

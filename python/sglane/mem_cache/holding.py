@@ -76,6 +76,10 @@ class Holding:
         """Lane of the row's last page, 0 for an empty row."""
         return int(self._row[self._num_pages - 1]) % self._cp_size if self._num_pages else 0
 
+    def lane_at(self, index: int) -> int:
+        """Lane of the row's page `index`."""
+        return int(self._row[index]) % self._cp_size
+
     @property
     def private_pages(self) -> Pages:
         return self.pages[self.num_tree_pages :]

@@ -45,6 +45,8 @@ class KVLedger:
         self._holdings: dict[int, Holding] = {}  # open ones, by serial number
         self._unissued: list[Holding] = []  # admitted with a tail copy that no issued step carries yet
         self._next_serial = 0
+        self._homes = layout.no_counts()  # admitted holdings by home lane
+        self._num_home_moves = layout.no_counts()  # by the new home
 
     @property
     def num_tokens_total(self) -> int:
@@ -95,7 +97,7 @@ class KVLedger:
                 holding.cut_to_page(self.layout.page_size)
                 fixed = self.layout.no_counts()
         num_free = num_new - int(fixed.sum())
-        pages = self._supply.reserve(holding.serial, Demand(fixed, num_free), self._prefill_policy(num_free, fixed, lane_tokens))
+        pages = self._supply.reserve(holding.serial, Demand(fixed, num_free), self._prefill_policy(holding, num_free, fixed, lane_tokens))
         if isinstance(pages, Shortfall):
             return pages
         tail_copy = None
@@ -104,6 +106,7 @@ class KVLedger:
             tail_copy = TailCopyOrder(holding.source.page, int(pages[0]), num_rows)
             self._unissued.append(holding)
         holding.admitted(self._free_slots.pop(), pages)
+        self._homes[holding.home_lane] += 1
         return Admission(holding.slot, holding.pages.copy(), holding.num_cached_tokens, tail_copy)
 
     def extend(self, holding: Holding, num_tokens: int, *, decode: bool, lane_tokens: LaneCounts) -> Pages | Shortfall:
@@ -113,18 +116,30 @@ class KVLedger:
         if num_new <= 0:
             return NO_PAGES
         fixed = self.layout.no_counts()
+        home = holding.home_lane
         policy: Callable[[LaneCounts], Lanes]
         if decode:
-            home = holding.home_lane
-
             def policy(available: LaneCounts) -> Lanes:
-                return decode_owner(home, num_new, available)
+                return decode_owner(home, num_new, self._other_homes(holding), available)
         else:
-            policy = self._prefill_policy(num_new, fixed, lane_tokens)
+            policy = self._prefill_policy(holding, num_new, fixed, lane_tokens)
         pages = self._supply.reserve(holding.serial, Demand(fixed, num_new), policy)
         if not isinstance(pages, Shortfall):
             holding.grown(pages)
+            self._homes[home] -= 1
+            self._homes[holding.home_lane] += 1
+            if decode and holding.home_lane != home:
+                self._num_home_moves[holding.home_lane] += 1
         return pages
+
+    def look_ahead(self, holding: Holding, num_tokens: int) -> None:
+        """A request that decodes has `num_tokens` rows with this step and goes on growing. If the next step needs a page, it is promised one in its
+        home lane, and one is evicted there if need be: evicted later, it would not be reusable yet, and the request would have to wait, or to move
+        to whatever lane has a free page. Not done where a lane with fewer homes has one: moving there is better."""
+        if num_tokens < len(holding.pages) * self.layout.page_size:
+            return
+        home, homes = holding.home_lane, self._other_homes(holding)
+        self._supply.prepare(holding.serial, home, homes < homes[home])
 
     def publish(self, holding: Holding, key: RadixKey) -> RowChange | None:
         """Give the tree the whole pages of `key` = all tokens whose value and row are known. Where the tree had them already the row moves to
@@ -146,6 +161,7 @@ class KVLedger:
         if self.prefix_cache and was_issued and len(key) > holding.num_tree_pages * self.layout.page_size:
             self._insert(holding, key)
         self._free_slots.append(holding.slot)
+        self._homes[holding.home_lane] -= 1
         self._end(holding)
 
     def issued(self, step: int) -> None:
@@ -174,7 +190,13 @@ class KVLedger:
 
     def evictions(self) -> dict[str, object]:
         """Tokens (whole pages) that left the tree to make room since the start, and how long each eviction took."""
-        return {"num_tokens": self._supply.num_evicted_pages * self.layout.page_size, "times": self._supply.eviction_times.report()}
+        return {"num_tokens": int(self._supply.num_evicted_pages.sum()) * self.layout.page_size, "times": self._supply.eviction_times.report()}
+
+    def lane_totals(self) -> dict[str, list[int]]:
+        """By lane: requests at home now; moves of a home to it, and pages of it that were evicted to make room, since the start."""
+        return {
+            "homes": self._homes.tolist(), "home_moves": self._num_home_moves.tolist(), "evicted_pages": self._supply.num_evicted_pages.tolist(),
+        }
 
     def drain_reusable(self) -> Pages:
         """Pages that became reusable since the last call. Take them into every plan: a page may be in use again in the step after."""
@@ -196,12 +218,22 @@ class KVLedger:
         }
 
     def audit(self) -> None:
-        """Raises LedgerError unless every page is in exactly one class and the tree, the leases and the slots are consistent."""
+        """Raises LedgerError unless every page is in exactly one class and the tree, the leases, the slots and the homes are consistent."""
         audit_ledger(self._allocator, self._tree, list(self._holdings.values()), self._free_slots, self.num_slots)
+        homes = [holding.home_lane for holding in self._holdings.values() if holding.state == ADMITTED]
+        if (np.bincount(homes, minlength=self.layout.cp_size) != self._homes).any():
+            raise LedgerError(f"homes are booked as {self._homes.tolist()}, the holdings have {sorted(homes)}")
 
-    def _prefill_policy(self, num_pages: int, fixed: LaneCounts, lane_tokens: LaneCounts) -> Callable[[LaneCounts], Lanes]:
-        loads = lane_tokens + fixed * self.layout.page_size
-        return lambda available: prefill_owners(num_pages, self.layout, loads, available)
+    def _other_homes(self, holding: Holding) -> LaneCounts:
+        """int64 [cp_size] admitted holdings at home in each lane, but for `holding`."""
+        homes = self._homes.copy()
+        if holding.state == ADMITTED:
+            homes[holding.home_lane] -= 1
+        return homes
+
+    def _prefill_policy(self, holding: Holding, num_pages: int, fixed: LaneCounts, lane_tokens: LaneCounts) -> Callable[[LaneCounts], Lanes]:
+        loads, homes = lane_tokens + fixed * self.layout.page_size, self._other_homes(holding)
+        return lambda available: prefill_owners(num_pages, self.layout, loads, homes, available)
 
     def _only_tail_lane_is_short(self, holding: Holding, demand: Demand) -> bool:
         """The demand cannot be met, but the same number of pages in any lanes could, once the source of the copy is no longer leased."""
@@ -223,7 +255,9 @@ class KVLedger:
         duplicates = own[: len(insertion.canonical)].copy()
         old_lease = holding.lease
         self._tree.pin(insertion.end)
+        self._homes[holding.home_lane] -= 1  # the last page may be replaced too
         holding.published(insertion.end, insertion.canonical, first + len(insertion.canonical) + insertion.num_taken)
+        self._homes[holding.home_lane] += 1
         self._supply.give(np.concatenate((duplicates, insertion.dropped, self._tree.unpin(old_lease))))
         return insertion.canonical
 

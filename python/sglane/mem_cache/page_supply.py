@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sglane.mem_cache.lane_allocator import LaneAllocator
 from sglane.mem_cache.page_layout import Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
@@ -37,9 +38,10 @@ class PageSupply:
         self._allocator = allocator
         self._tree = tree
         self._promises: dict[int, _Promise] = {}  # by the asker's serial number
+        self._promised = layout.no_counts()  # their sum
         self.last_issued = 0
         self.last_retired = 0
-        self.num_evicted_pages = 0  # to make room; a flush does not count
+        self.num_evicted_pages = layout.no_counts()  # by lane, to make room; a flush does not count
         self.eviction_times = TimeHistogram(EVICTION_BOUNDS_S)
 
     def issued(self, step: int) -> None:
@@ -51,7 +53,8 @@ class PageSupply:
         if not self.last_retired < step <= self.last_issued:
             raise LedgerError(f"step {step} retires; issued so far {self.last_issued}, retired so far {self.last_retired}")
         self.last_retired = step
-        self._promises = {asker: promise for asker, promise in self._promises.items() if promise.last_issued >= step}
+        for asker in [asker for asker, promise in self._promises.items() if promise.last_issued < step]:
+            self.forget(asker)
         self._allocator.retire(step)
 
     def give(self, pages: Pages) -> None:
@@ -60,7 +63,14 @@ class PageSupply:
 
     def forget(self, asker: int) -> None:
         """The asker will not ask again."""
-        self._promises.pop(asker, None)
+        if asker in self._promises:
+            self._promised -= self._promises.pop(asker).lanes
+
+    def _promise(self, asker: int, lanes: LaneCounts) -> None:
+        """In place of an older one."""
+        self.forget(asker)
+        self._promises[asker] = _Promise(lanes, self.last_issued)
+        self._promised += lanes
 
     def fits(self, demand: Demand, evictable: LaneCounts) -> bool:
         """Whether the demand can be met now or after the outstanding steps."""
@@ -73,6 +83,21 @@ class PageSupply:
         if isinstance(shortfall, Shortfall) and not shortfall.pending and promised.any():
             return self._try_reserve(asker, demand, owners, self.layout.no_counts())
         return shortfall
+
+    def prepare(self, asker: int, lane: int, better: npt.NDArray[np.bool_]) -> None:
+        """The asker will want a page of `lane` in the next step: promise it one, evicting it if the lane has none to give. Nothing is done if a
+        lane marked in `better`, bool [cp_size], has a free one, or if there is nothing to evict."""
+        promised = self._promised_to_others(asker)
+        free = self._allocator.free_counts() - promised
+        if (free[better] > 0).any():
+            return
+        one = self.layout.no_counts()
+        one[lane] = 1
+        if free[lane] + self._allocator.ticket_counts()[lane] <= 0:
+            if self._tree.evictable_counts()[lane] == 0:
+                return
+            self._evict(one)
+        self._promise(asker, one)
 
     def _try_reserve(self, asker: int, demand: Demand, owners: OwnerPolicy, promised: LaneCounts) -> Pages | Shortfall:
         free = self._allocator.free_counts()
@@ -91,7 +116,7 @@ class PageSupply:
             if self.last_issued == self.last_retired:  # nothing waits for a step: what was evicted is free
                 return self._allocate(asker, demand, owners(available - demand.fixed))
         lanes = np.bincount(owners(available - demand.fixed), minlength=self.layout.cp_size) + demand.fixed
-        self._promises[asker] = _Promise(lanes, self.last_issued)
+        self._promise(asker, lanes)
         return demand.shortfall(free, pending=True)
 
     def _evict(self, shares: LaneCounts) -> Pages:
@@ -101,7 +126,7 @@ class PageSupply:
         assert evicted is not None, "pages counted as evictable could not be evicted"
         self.give(evicted)
         self.eviction_times.add(time.perf_counter() - begin_s)
-        self.num_evicted_pages += len(evicted)
+        self.num_evicted_pages += self.layout.lane_counts(evicted)
         return evicted
 
     def _allocate(self, asker: int, demand: Demand, owners: Lanes) -> Pages:
@@ -112,11 +137,7 @@ class PageSupply:
         return pages
 
     def _promised_to_others(self, asker: int) -> LaneCounts:
-        lanes = self.layout.no_counts()
-        for other, promise in self._promises.items():
-            if other != asker:
-                lanes += promise.lanes
-        return lanes
+        return self._promised - self._promises[asker].lanes if asker in self._promises else self._promised.copy()
 
 
 def eviction_shares(demand: Demand, wanted: LaneCounts, soon: LaneCounts) -> LaneCounts:

@@ -25,6 +25,7 @@ GAUGES = {
 #: name -> (key of the totals, text).
 COUNTERS = {
     "num_retractions_total": ("num_retractions", "Requests that had to give their pages back and were computed again"),
+    "stalls_total": ("num_stalls", "Decode rows that were planned and for which the executors had no place; they are planned again"),
     "prefill_computed_tokens_total": ("num_prompt_tokens", "Tokens fed by prefill steps, those after a retraction included"),
     "prefill_cached_tokens_total": ("num_cached_tokens", "Tokens taken from the prefix cache at admission, those after a retraction included"),
 }
@@ -34,6 +35,13 @@ TOKEN_MODES = {"prefill_compute": "num_prompt_tokens", "prefill_cache": "num_cac
 LANE_CLASSES = {
     "total": "Pages of a lane", "free": "Pages nobody uses", "cached": "Pages of the prefix cache (leased ones included)",
     "held": "Private pages of requests", "tickets": "Pages that become free when the steps under way have ended",
+}
+#: name -> (key of the state's lanes, text); one sample per lane.
+LANE_GAUGES = {"cp_lane_homes": ("homes", "Running requests that grow in a lane")}
+LANE_COUNTERS = {
+    "cp_lane_computed_tokens_total": ("computed_tokens", "Tokens that a lane was given to compute"),
+    "cp_lane_evicted_pages_total": ("evicted_pages", "Pages of a lane that left the prefix cache to make room"),
+    "cp_lane_home_moves_total": ("home_moves", "Requests that went on growing in a lane because the one before had no page"),
 }
 
 
@@ -75,7 +83,8 @@ class PlannerCollector(Collector):
             counter = CounterMetricFamily(f"sglang:{name}", text, labels=names)
             counter.add_metric(values, totals[key])
             yield counter
-        yield from self._lane_gauges(lanes, names, values)
+        yield from self._lane_pages(lanes, names, values)
+        yield from self._lane_figures(state["lanes"], names, values)
         yield self._fallbacks(kv_ledger["fallbacks"], names, values)
         tokens = CounterMetricFamily("sglang:realtime_tokens_total", "Tokens as they are computed, taken from the cache, sampled",
                                      labels=[*names, "mode"])
@@ -88,7 +97,26 @@ class PlannerCollector(Collector):
         yield self._times("eviction_duration_seconds", "Time of one eviction", state["evictions"]["times"], names, values)
         yield self._times("queue_time_seconds", "Arrival at the planner to admission", state["queue_times"], names, values)
 
-    def _lane_gauges(self, lanes: Mapping[str, list[int]], names: list[str], values: list[str]) -> Iterator[Metric]:
+    def _lane_figures(self, lanes: Mapping[str, Any], names: list[str], values: list[str]) -> Iterator[Metric]:
+        """lanes: see Scheduler.lanes."""
+        for kind, table in ((GaugeMetricFamily, LANE_GAUGES), (CounterMetricFamily, LANE_COUNTERS)):
+            for name, (key, text) in table.items():
+                family = kind(f"sglang:{name}", text, labels=[*names, "cp_lane"])
+                for lane, figure in enumerate(lanes[key]):
+                    family.add_metric([*values, str(lane)], figure)
+                yield family
+        busiest = CounterMetricFamily("sglang:cp_busiest_lane_tokens_total", "Tokens of the busiest lane of each step, over all steps", labels=names)
+        busiest.add_metric(values, lanes["busiest_lane_tokens"])
+        yield busiest
+        waits = CounterMetricFamily("sglang:cp_lane_page_waits_total", "Times that a request did not get its pages in the step in which it asked",
+                                    labels=[*names, "cp_lane", "reason"])
+        for lane, reason, count in lanes["page_waits"]["counts"]:
+            waits.add_metric([*values, lane, reason], count)
+        yield waits
+        yield self._times("page_wait_seconds", "First refusal of pages until they were there, or the request gone", lanes["page_waits"]["times"],
+                          names, values)
+
+    def _lane_pages(self, lanes: Mapping[str, list[int]], names: list[str], values: list[str]) -> Iterator[Metric]:
         for kind, text in LANE_CLASSES.items():
             gauge = GaugeMetricFamily(f"sglang:cp_lane_{kind}_pages", text, labels=[*names, "cp_lane"])
             for lane, num_pages in enumerate(lanes[kind]):

@@ -52,6 +52,10 @@ def test_counters_and_gauges(server):
         parts = [figures[f"cp_lane_{kind}_pages"] for kind in ("free", "cached", "held", "tickets")]
         assert sum(parts) == figures["cp_lane_total_pages"] > 0
         assert figures["cp_lane_cached_pages"] > 0 and figures["cp_lane_held_pages"] == 0
+        assert figures["cp_lane_computed_tokens_total"] > 0 and figures["cp_lane_homes"] == 0
+    num_rows = sums["prefill_computed_tokens_total"] + sums["generation_tokens_total"] - len(answers)  # the last token of an answer is not fed
+    assert num_rows <= sums["cp_lane_computed_tokens_total"] <= num_rows + len(answers)  # a row of the step that was under way then
+    assert sums["cp_lane_computed_tokens_total"] <= 2 * sums["cp_busiest_lane_tokens_total"]
 
 
 def test_load(server):

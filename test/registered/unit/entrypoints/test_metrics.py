@@ -132,6 +132,14 @@ def test_the_planners_figures(measured):
     for kind, counts in STATE["kv_ledger"]["device"].items():
         for lane, count in enumerate(counts):
             assert total(samples, f"cp_lane_{kind}_pages", cp_lane=str(lane)) == count
+    lanes = STATE["lanes"]
+    for name, key in (("cp_lane_homes", "homes"), ("cp_lane_home_moves_total", "home_moves"), ("cp_lane_evicted_pages_total", "evicted_pages"),
+                      ("cp_lane_computed_tokens_total", "computed_tokens")):
+        assert [total(samples, name, cp_lane=str(lane)) for lane in (0, 1)] == lanes[key]
+    assert total(samples, "cp_busiest_lane_tokens_total") == 200 and total(samples, "stalls_total") == 4
+    assert total(samples, "cp_lane_page_waits_total", cp_lane="1", reason="short") == 2
+    assert total(samples, "cp_lane_page_waits_total", cp_lane="any", reason="pending") == 5
+    assert total(samples, "page_wait_seconds_count") == 7 and total(samples, "page_wait_seconds_sum") == 1.5
     assert total(samples, "num_retracted_reqs") == 1 and total(samples, "num_paused_reqs") == 0 and total(samples, "evicted_tokens_total") == 640
     modes = {mode: total(samples, "realtime_tokens_total", mode=mode) for mode in ("prefill_compute", "prefill_cache", "decode")}
     assert modes == {"prefill_compute": 300, "prefill_cache": 100, "decode": 50}

@@ -57,6 +57,7 @@ def test_loads(front):
     assert "memory" not in load
     (load,) = front.http.get("/v1/loads?include=all").json()["loads"]
     assert load["memory"]["lanes"] == STATE["kv_ledger"]["device"]
+    assert load["memory"]["lane_work"] == STATE["lanes"] and load["totals"]["stalls"] == 4
     assert load["queues"] == {"waiting": 2, "retracted": 3} and load["spec"] is None
 
 

@@ -88,6 +88,36 @@ def test_publishing_moves_the_row_to_the_pages_that_came_first():
     assert counts(ledger, "cached") == [2] and counts(ledger, "held") == [2]
 
 
+def test_homes_follow_the_last_page_when_it_becomes_the_trees():
+    ledger = ledger_of(12, cp_size=2)
+    first, admission = admit(ledger, key_of(0, 8))
+    second, other = admit(ledger, key_of(0, 8))
+    assert [int(answer.pages[-1]) % 2 for answer in (admission, other)] == [0, 1] and ledger.lane_totals()["homes"] == [1, 1]
+    ledger.publish(first, key_of(0, 8))
+    ledger.publish(second, key_of(0, 8))
+    ledger.audit()
+    assert second.home_lane == 0 and ledger.lane_totals()["homes"] == [2, 0] and ledger.lane_totals()["home_moves"] == [0, 0]
+
+
+def test_the_page_that_decoding_needs_next_is_made_free_where_the_request_grows():
+    ledger = ledger_of(8, cp_size=2)
+    holding, _ = admit(ledger, key_of(0, 3))
+    for number in range(1, 5):
+        leave_cached(ledger, key_of(100 * number, 100 * number + 8))
+    while sum(ledger.free_counts()):
+        leave_cached(ledger, key_of(int(sum(ledger.free_counts())) * 1000, int(sum(ledger.free_counts())) * 1000 + 4))
+    ledger.issued(1)
+    home, cached = holding.home_lane, counts(ledger, "cached")
+    ledger.look_ahead(holding, 3)
+    assert counts(ledger, "cached") == cached, "the page is not full yet"
+    ledger.look_ahead(holding, 4)
+    ledger.audit()
+    assert counts(ledger, "cached")[home] < cached[home] and counts(ledger, "tickets")[home] > 0
+    ledger.retired(1)
+    pages = ledger.extend(holding, 5, decode=True, lane_tokens=idle(ledger))
+    assert ledger.layout.lanes(pages).tolist() == [home]
+
+
 def test_an_abort_in_the_middle_leaves_published_chunks_in_the_tree():
     for num_chunks in range(1, 6):
         ledger = ledger_of(16)
