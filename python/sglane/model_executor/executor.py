@@ -43,7 +43,7 @@ class Executor:
         self._args = args
         self.groups = groups or local_groups()
         self._device = device or torch.device("cpu")
-        self._threads = ThreadPolicy(args.cp_size, model.weight_bytes)
+        self._threads = ThreadPolicy(args.ranks_per_node, model.weight_bytes)
         self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank), self._threads.adapt)
         self._tap = tap
         self._dtype = resolve_dtype(args, config)
