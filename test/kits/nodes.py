@@ -9,9 +9,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,6 @@ import psutil
 
 from kits.server import Server, ServerFailed
 
-MARK = "NODES_TEST_MARK"
 #: Address of node 0. Connections to it come from 127.0.0.1, so that is the address of the others.
 HEAD_HOST = "127.0.0.2"
 NUM_PORTS = 3
@@ -54,16 +53,16 @@ class Node(Server):
 
 
 class Nodes:
-    """`head` is node 0. All processes carry a mark in their environment, by which orphans are found."""
+    """`head` is node 0. All processes have the same working directory, by which orphans are found: it stays whatever they do."""
 
     def __init__(self, model: Path, cp_size: int, *flags: str, num_nodes: int = 2, env: Mapping[str, str] | None = None, host: str = HEAD_HOST,
                  prefixes: Sequence[Sequence[str]] = ((), ())):
-        self._mark = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory(prefix="nodes-")
         self.address = f"{host}:{free_ports()}"
         self._flags = ("--model-path", str(model), "--skip-tokenizer-init", "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192",
                        "--chunked-prefill-size", "64", "--cp-size", str(cp_size), *(["--enable-cp-shared-kv"] if cp_size > 1 else []),
                        *(["--nnodes", str(num_nodes), "--dist-init-addr", self.address] if num_nodes > 1 else []), *flags)
-        self._env = {**(env or {}), MARK: self._mark, "SGLANE_NUM_THREADS": "1"}
+        self._env = {**(env or {}), "SGLANE_NUM_THREADS": "1"}
         self._all: list[Node] = []
         self.head = self.node(0, prefix=prefixes[0])
         self.workers = [self.node(rank, prefix=prefixes[rank]) for rank in range(1, num_nodes)]
@@ -71,7 +70,7 @@ class Nodes:
     def node(self, rank: int, *flags: str, prefix: Sequence[str] = ()) -> Node:
         """A launcher of this server, not started."""
         rank_flags = ("--node-rank", str(rank)) if rank else ()
-        self._all.append(Node(*self._flags, *rank_flags, *flags, env=self._env, prefix=prefix))
+        self._all.append(Node(*self._flags, *rank_flags, *flags, env=self._env, prefix=[*prefix, "env", "-C", self._folder.name]))
         return self._all[-1]
 
     def start(self) -> None:
@@ -82,8 +81,11 @@ class Nodes:
         try:
             self.start()
             self.head.wait_ready()
+            num_processes = len(self.executor_pids()) + 2 + len(self.workers)  # planner and launchers
+            assert len(self.living()) >= num_processes, "orphans would not be found"
         except BaseException:
-            self._close(show=True)
+            self._show()
+            self.close()
             raise
         return self
 
@@ -94,23 +96,29 @@ class Nodes:
                 for worker in self.workers:
                     worker.wait_exit(20)
         finally:
-            self._close(show=kind is not None)
+            if kind is not None:
+                self._show()
+            self.close()
 
-    def _close(self, show: bool) -> None:
+    def _show(self) -> None:
         for node in self._all:
-            if show:
-                print(node.log_tail(), file=sys.stderr)
+            print(node.log_tail(), file=sys.stderr)
+
+    def close(self) -> None:
+        """End everything, without ceremony."""
+        for node in self._all:
             if node.started():
                 node.kill()
         for process in self.living():
             process.kill()
+        self._folder.cleanup()
 
     def living(self) -> list[psutil.Process]:
         """Processes of this server on this machine."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if process.cwd() == os.path.realpath(self._folder.name) and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -127,6 +135,10 @@ class Nodes:
         """The process of a rank, on whatever node."""
         (found,) = [process for process in self.living() if f"sglane::executor_CP{rank}" in " ".join(process.cmdline())]
         return found
+
+    def executor_pids(self) -> list[int]:
+        """Processes of all ranks, by their launchers."""
+        return [process.pid for node in (self.head, *self.workers) for process in node.processes("sglane::executor")]
 
     def planner(self) -> psutil.Process:
         (found,) = self.head.processes("sglane::planner")

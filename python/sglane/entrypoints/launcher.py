@@ -40,6 +40,8 @@ LAST_WORDS_S = 0.5
 CHILD_EXIT_S = 15.0
 #: Seconds that the planner's process gets before its first sign of life, whatever the watchdog says.
 PLANNER_START_S = 60.0
+#: Seconds that other nodes get to leave after a failure; one of them may be what failed.
+NODE_EXIT_S = 2.0
 #: Seconds that answers get to leave before connections are cut.
 FAREWELL_S = 5
 
@@ -106,7 +108,7 @@ class Launcher:
             await self._server.end_helpers()
             self._family.kill()
             self._client.close()
-            await self._door.close(CHILD_EXIT_S)
+            await self._door.close(CHILD_EXIT_S if code == 0 else NODE_EXIT_S)
         return code
 
     def _end(self, why: str) -> None:
