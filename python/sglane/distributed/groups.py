@@ -32,13 +32,13 @@ def local_groups() -> Groups:
 def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str, start_timeout_s: float = 600.0) -> Groups:
     """Meet the other ranks at `rendezvous`: file://PATH on one host, or tcp://HOST:PORT where rank 0 listens.
 
-    Blocks until all are there; raises a DistError of torch when they are not after `start_timeout_s`.
+    Blocks until all are there; raises a RuntimeError of torch when they are not after `start_timeout_s`.
     """
     if cp_size == 1:
         return local_groups()
     timeout = datetime.timedelta(seconds=start_timeout_s)
     if rendezvous.startswith("tcp://"):
-        store = _store(HostPort.parse(rendezvous.removeprefix("tcp://")), rank, cp_size, timeout)
+        store = open_store(HostPort.parse(rendezvous.removeprefix("tcp://")), rank, cp_size, timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=cp_size, timeout=timeout)
     else:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=cp_size, timeout=timeout)
@@ -54,7 +54,7 @@ def use_interface(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _store(address: HostPort, rank: int, cp_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
+def open_store(address: HostPort, rank: int, cp_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
     """The ranks' common store. Rank 0's listens on the given address only: left to itself it would listen on every interface."""
     if rank > 0:
         return dist.TCPStore(address.host, address.port, cp_size, False, timeout)

@@ -40,7 +40,9 @@ def assert_ended(nodes, clients, began_s):
     for client in clients:
         client.wait(began_s + WATCHDOG_S + GRACE_S - time.monotonic())
     assert all(client.status == 503 and "failed" in client.text for client in clients), [(client.status, client.text) for client in clients]
-    assert nodes.head.health() in (503, 0)
+    while nodes.head.health() == 200:
+        assert not clients and time.monotonic() < began_s + WATCHDOG_S + GRACE_S, "/health is still 200"
+        time.sleep(0.05)
     assert nodes.head.wait_exit(GRACE_S) == 1
     for worker in nodes.workers:
         if worker.poll() is None:
