@@ -119,9 +119,10 @@ SPIN_COUNT = "10000"
 
 
 def spawn(module: str, spec: ProcessSpec) -> subprocess.Popen[bytes]:
-    """`python -m module` in a session of its own, so that Ctrl-C in a terminal does not reach it; the spec on its standard input."""
+    """`python -m module` in a session of its own, so that Ctrl-C in a terminal does not reach it; the spec on its standard input. It ends with us."""
     environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    command = [sys.executable, "-m", "sglane.utils.parent", str(os.getpid()), module]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     try:
         process.stdin.write(spec.to_json())

@@ -1,5 +1,6 @@
 """Servers of two nodes: several launchers on different addresses of this machine, or in network namespaces of their own."""
 import functools
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from kits.audit import assert_clean, wait_idle
 from kits.checkpoints import tiny
 from kits.nodes import Nodes, ask_inside
 from kits.server import Server
+from kits.text_checkpoint import with_text
 
 PROMPTS = [[42], list(range(100, 109)), list(range(200, 217)), [3 + (7 * i) % 500 for i in range(301)], [3 + (7 * i) % 500 for i in range(150)]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -146,6 +148,59 @@ def test_two_network_namespaces(namespaces):
         subprocess.run([*inside, "ip", "link", "set", "v0", "down"], check=True)
         assert nodes.head.wait_exit(40) == 1 and nodes.workers[0].wait_exit(40) == 3
         assert "node 1 (192.0.2.2) gave no sign of life" in nodes.head.log() and "node 0 gave no sign of life" in nodes.workers[0].log()
+        nodes.assert_no_orphans()
+    finally:
+        nodes.close()
+
+
+# --- start and structured output ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_structured_output_on_two_nodes(tmp_path):
+    """Ranks of node 1 have no tokenizer: they get the tokens' bytes from node 0. A batch, so that both ranks sample."""
+    nodes = Nodes(with_text("llama", tmp_path), 2, "--no-skip-tokenizer-init")
+    with nodes:
+        sampling = {"temperature": 1.0, "max_new_tokens": 60, "regex": "(yes|no)-[0-9]{4}"}
+        batch = nodes.head.ask("/generate", {"text": ["x" * n for n in (3, 40, 80, 120)], "sampling_params": sampling})
+        assert all(re.fullmatch("(yes|no)-[0-9]{4}", answer["text"]) for answer in batch), [answer["text"] for answer in batch]
+        assert_clean(wait_idle(nodes.head))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank of node 1", "launcher of node 1", "rank of node 0"])
+def test_a_death_while_starting(victim):
+    nodes = Nodes(tiny("llama"), 2)
+    nodes.start()
+    try:
+        nodes.head.wait_log("has joined")
+        nodes.workers[0].wait_log("ranks [1] start")
+        if victim == "launcher of node 1":
+            nodes.workers[0].signal(signal.SIGKILL)
+        else:
+            node = nodes.head if victim == "rank of node 0" else nodes.workers[0]
+            while not (ranks := node.processes("model_executor")):
+                time.sleep(0.01)
+            ranks[0].send_signal(signal.SIGKILL)
+        assert nodes.head.wait_exit(20) == 1
+        told = {"rank of node 1": "node 1 (127.0.0.1): executor rank 1 was killed by SIGKILL", "launcher of node 1": "node 1 (127.0.0.1) is lost",
+                "rank of node 0": "executor rank 0 was killed by SIGKILL"}
+        assert told[victim] in nodes.head.log()
+        assert nodes.workers[0].wait_exit(20) == {"rank of node 1": 1, "launcher of node 1": -signal.SIGKILL, "rank of node 0": 3}[victim]
+        nodes.assert_no_orphans()
+    finally:
+        nodes.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_starting(rank):
+    nodes = Nodes(tiny("llama"), 2)
+    nodes.start()
+    try:
+        nodes.workers[0].wait_log("ranks [1] start")
+        (nodes.head, nodes.workers[0])[rank].signal(signal.SIGTERM)
+        assert nodes.head.wait_exit(10) == 0 and nodes.workers[0].wait_exit(10) == 0
         nodes.assert_no_orphans()
     finally:
         nodes.close()
