@@ -180,13 +180,10 @@ class ServerArgs:
         return self.grammar_backend != "none" and not self.skip_tokenizer_init
 
 
-def exchange_transport(wanted: Literal["auto", "peer", "collective"], nnodes: int) -> Literal["peer", "collective"]:
-    """How ranks exchange rows: peer is shared memory, so all ranks must be on one host. Raises ConfigError."""
-    if wanted == "peer" and nnodes > 1:
+def refuse_peer_between_nodes(cp_exchange: str, nnodes: int) -> None:
+    """peer is shared memory, so all ranks must be on one host (auto is collective between hosts). Raises ConfigError."""
+    if cp_exchange == "peer" and nnodes > 1:
         raise ConfigError(f"--cp-exchange peer needs all ranks on one host, but --nnodes is {nnodes}: use collective, or auto")
-    if wanted == "auto":
-        return "peer" if nnodes == 1 else "collective"
-    return wanted
 
 
 def secrets() -> list[str]:

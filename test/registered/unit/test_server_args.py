@@ -10,10 +10,10 @@ from sglane.server_args import (
     ProcessSpec,
     ServerArgs,
     build_parser,
-    exchange_transport,
     fields_of_variables,
     flag_of,
     parse_args,
+    refuse_peer_between_nodes,
     scalar_of,
     secrets,
 )
@@ -90,11 +90,11 @@ def test_ranks_of_nodes():
     assert list(ServerArgs().ranks_of_node()) == [0]
 
 
-def test_the_transport_between_ranks():
-    assert exchange_transport("auto", 1) == exchange_transport("peer", 1) == "peer"
-    assert exchange_transport("auto", 2) == exchange_transport("collective", 2) == exchange_transport("collective", 1) == "collective"
+def test_shared_memory_between_nodes_is_refused():
+    for cp_exchange, nnodes in (("auto", 2), ("collective", 2), ("peer", 1)):
+        refuse_peer_between_nodes(cp_exchange, nnodes)
     with pytest.raises(ConfigError, match="--cp-exchange peer needs all ranks on one host, but --nnodes is 2"):
-        exchange_transport("peer", 2)
+        refuse_peer_between_nodes("peer", 2)
 
 
 def test_a_grammar_library_that_is_not_installed(monkeypatch):
