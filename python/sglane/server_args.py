@@ -92,6 +92,8 @@ class ServerArgs:
     incremental_streaming_output: bool = arg(False, "events of /generate have what is new, not all text and tokens so far", "Scheduler")
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
+    enable_layerwise_nvtx_marker: bool = arg(False, "name steps and layers for profilers: NVTX on CUDA, on CPU in recordings", "Profiling")
+
     grammar_backend: Literal["xgrammar", "llguidance", "none"] = arg(
         "xgrammar", "library for structured output; llguidance: an extra, no structural tags; none: such requests are refused", "Structured output")
 

@@ -144,3 +144,19 @@ def test_a_second_signal_to_a_worker_ends_the_server_now():
         assert nodes.head.wait_exit(GRACE_S) == 1
         assert "its launcher received SIGINT twice" in nodes.head.log()
         nodes.assert_no_orphans()
+
+
+@pytest.mark.slow
+def test_the_launcher_of_node_0_stops():
+    """Nobody can answer its clients, but the other node does not stay; when it goes on, it ends."""
+    with start(2, 2) as nodes:
+        clients = callers(nodes, "decode")
+        nodes.head.signal(STOP)
+        assert nodes.workers[0].wait_exit(WATCHDOG_S + GRACE_S) == 3
+        assert "node 0 gave no sign of life" in nodes.workers[0].log()
+        nodes.head.signal(signal.SIGCONT)
+        for client in clients:
+            client.wait(GRACE_S)
+        assert all(client.status == 503 for client in clients), [(client.status, client.text) for client in clients]
+        assert nodes.head.wait_exit(GRACE_S) == 1
+        nodes.assert_no_orphans()
