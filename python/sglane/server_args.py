@@ -15,6 +15,7 @@ import msgspec
 
 from sglane.environ import FLAG_PREFIX, flag_variables
 from sglane.plan.io_struct import Endpoints
+from sglane.utils.addresses import HostPort, is_wildcard
 from sglane.utils.config_file import ConfigFileError, read_config_file
 
 DEFAULT_PORT = 30000
@@ -22,6 +23,14 @@ DEFAULT_PORT = 30000
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 ToolCallFormat = Literal["deepseekv31", "deepseekv32", "glm45", "glm47", "glm5", "qwen3"]
 ReasoningFormat = Literal["deepseek-r1", "deepseek-v3", "glm45", "qwen3"]
+#: Ports in use from --dist-init-addr on: the ranks' store, the launchers, results for the planner.
+NUM_DIST_PORTS = 3
+#: Flags that may differ between the nodes of a server; all others must be the same.
+NODE_FLAGS = frozenset({
+    "config", "model_path", "tokenizer_path", "served_model_name", "chat_template", "host", "port", "skip_server_warmup", "log_level", "log_format",
+    "log_requests", "log_requests_level", "api_key", "admin_api_key", "max_body_bytes", "enable_metrics", "enable_trace", "otlp_traces_endpoint",
+    "enable_cache_report", "tool_call_parser", "reasoning_parser", "shutdown_timeout_s", "health_timeout_s", "node_rank", "dist_init_addr",
+})
 
 
 class ConfigError(ValueError):
@@ -83,6 +92,8 @@ class ServerArgs:
     incremental_streaming_output: bool = arg(False, "events of /generate have what is new, not all text and tokens so far", "Scheduler")
     decode_log_interval: int = arg(40, "steps between two decode log lines", "Scheduler")
 
+    enable_layerwise_nvtx_marker: bool = arg(False, "name steps and layers for profilers: NVTX on CUDA, on CPU in recordings", "Profiling")
+
     grammar_backend: Literal["xgrammar", "llguidance", "none"] = arg(
         "xgrammar", "library for structured output; llguidance: an extra, no structural tags; none: such requests are refused", "Structured output")
 
@@ -96,6 +107,12 @@ class ServerArgs:
 
     cp_scratch_tokens: int = arg(131072, "prefix tokens that one layer's attention holds at once, in two tiles; longer prefixes are streamed",
                                  "Context parallelism")
+
+    nnodes: int = arg(1, "hosts of this server; each runs --cp-size / --nnodes ranks", "Nodes")
+    node_rank: int = arg(0, "this host's number; 0 has the HTTP server and the planner, the others only ranks", "Nodes")
+    dist_init_addr: str | None = arg(None, "HOST:PORT of node 0, the same on all nodes; uses three ports from PORT on", "Nodes")
+    dist_timeout_s: float = arg(600.0, "seconds that nodes wait for each other at the start, and ranks for the last one to load", "Nodes",
+                                "--dist-timeout")
 
     def resolve(self) -> "ServerArgs":
         """Validate; raises ConfigError naming the flag."""
@@ -130,11 +147,56 @@ class ServerArgs:
             raise ConfigError("--grammar-backend llguidance needs the package llguidance: pip install 'sglane[llguidance]'")
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
+        self._check_nodes()
         return self
+
+    def _check_nodes(self) -> None:
+        if self.nnodes < 1:
+            raise ConfigError(f"--nnodes must be at least 1, got {self.nnodes}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(f"--node-rank must be between 0 and --nnodes - 1 = {self.nnodes - 1}, got {self.node_rank}")
+        if self.dist_timeout_s <= 0:
+            raise ConfigError(f"--dist-timeout-s must be greater than 0, got {self.dist_timeout_s:g}")
+        if self.cp_size % self.nnodes:
+            raise ConfigError(f"--cp-size {self.cp_size} cannot be spread evenly over --nnodes {self.nnodes}")
+        if self.nnodes == 1 and self.dist_init_addr is not None:
+            raise ConfigError("--dist-init-addr needs --nnodes > 1: ranks of one host meet without it")
+        if self.nnodes > 1:
+            if self.dist_init_addr is None:
+                raise ConfigError("--nnodes > 1 needs --dist-init-addr HOST:PORT, an address of node 0")
+            self.dist_address()
+            refuse_peer_between_nodes(self.cp_exchange, self.nnodes)
+
+    def dist_address(self) -> HostPort:
+        """--dist-init-addr in its parts. Raises ConfigError."""
+        text = self.dist_init_addr or ""
+        try:
+            address = HostPort.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"--dist-init-addr {text}: {error}") from error
+        if is_wildcard(address.host):
+            raise ConfigError(f"--dist-init-addr {text}: other nodes cannot connect to it, give an address of node 0")
+        if address.port + NUM_DIST_PORTS - 1 > 65535:
+            raise ConfigError(f"--dist-init-addr {text}: {NUM_DIST_PORTS} ports are needed from there on, the last port is 65535")
+        return address
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.cp_size // self.nnodes
+
+    def ranks_of_node(self) -> range:
+        """The ranks that this node runs."""
+        return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
 
     def offers_grammars(self) -> bool:
         """Structured output is possible: there is a library, and text to match."""
         return self.grammar_backend != "none" and not self.skip_tokenizer_init
+
+
+def refuse_peer_between_nodes(cp_exchange: str, nnodes: int) -> None:
+    """peer is shared memory, so all ranks must be on one host (auto is collective between hosts). Raises ConfigError."""
+    if cp_exchange == "peer" and nnodes > 1:
+        raise ConfigError(f"--cp-exchange peer needs all ranks on one host, but --nnodes is {nnodes}: use collective, or auto")
 
 
 def secrets() -> list[str]:

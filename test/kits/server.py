@@ -105,9 +105,11 @@ class Server:
         """Start the process; returns at once."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self._env}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PYTHON_ROOT), environment.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "sglane.launch_server", "--host", "127.0.0.1", "--port", str(self.port), *self._flags]
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=self._log_file, stderr=subprocess.STDOUT,
-                                         start_new_session=True)
+        self._process = subprocess.Popen(self._command(), env=environment, stdin=subprocess.DEVNULL, stdout=self._log_file,
+                                         stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "sglane.launch_server", "--host", "127.0.0.1", "--port", str(self.port), *self._flags]
 
     def wait_ready(self) -> None:
         """Return when `/health` is 200; raise ServerFailed when the process ends or `start_timeout_s` passes."""
@@ -127,6 +129,16 @@ class Server:
         self._remember_family()
         self.signal(signal.SIGTERM)
         return self.wait_exit(timeout_s)
+
+    def wait_log(self, text: str, timeout_s: float = 60.0) -> None:
+        """Return when the log has `text`; raise ServerFailed when it does not come or the process ends without."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.log():
+            ended = self.poll() is not None
+            if (ended and text not in self.log()) or time.monotonic() > deadline:
+                raise ServerFailed(f"{text!r} is not in the log\n{self.log_tail()}")
+            self._remember_family()
+            time.sleep(0.05)
 
     def wait_exit(self, timeout_s: float = 60.0) -> int:
         """Wait until the server has ended by itself. Returns its exit code."""
@@ -165,6 +177,9 @@ class Server:
         """Exit code, or None while the launcher runs."""
         assert self._process is not None, "not started"
         return self._process.poll()
+
+    def started(self) -> bool:
+        return self._process is not None
 
     @property
     def pid(self) -> int:

@@ -1,6 +1,7 @@
 """The communicators of the ranks: one per purpose, so that the sequence of operations on each is a function of the plan."""
 import datetime
 import logging
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from sglane.distributed.exchange.collective import CollectiveExchange
 from sglane.distributed.exchange.local import Exchange, LocalExchange
 from sglane.distributed.exchange.peer import PeerExchange
 from sglane.distributed.peers import Peers, meet
+from sglane.utils.addresses import HostPort
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,8 @@ WAIT_TIMEOUT_S = 600.0
 PURPOSES = ("attention", "experts", "prefetch", "step")
 #: How a rendezvous begins that only ranks of one host can reach.
 _ONE_HOST = "file://"
+#: How one begins that ranks of several hosts can reach.
+_HOSTS = "tcp://"
 
 Transport = Literal["auto", "peer", "collective"]
 
@@ -60,7 +64,7 @@ def pick_transport(wanted: Transport, rendezvous: str, device_type: str) -> Lite
 
 def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str, transport: Transport = "auto",
                 timeout_s: float = WAIT_TIMEOUT_S) -> Groups:
-    """Meet the other ranks at `rendezvous`, an init_method of torch.distributed; a `file://` is in a folder of this server alone.
+    """Meet the other ranks at `rendezvous`: file://PATH in a folder of this server alone, or tcp://HOST:PORT where rank 0 listens.
 
     Blocks until all are there. timeout_s: how long a rank is waited for, now and later. Raises TransportRefused, PeerLost.
     """
@@ -72,9 +76,29 @@ def init_groups(rank: int, cp_size: int, rendezvous: str, device_type: str, tran
         *peers, pools = meet(rank, cp_size, rendezvous.removeprefix(_ONE_HOST), len(PURPOSES) + 1, timeout_s)
         return Groups(*(PeerExchange(each, timeout_s) for each in peers), pools=pools)
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=cp_size, timeout=timeout)
+    if rendezvous.startswith(_ONE_HOST):
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=cp_size, timeout=timeout)
+    else:
+        store = open_store(HostPort.parse(rendezvous.removeprefix(_HOSTS)), rank, cp_size, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=cp_size, timeout=timeout)
     backends = ["nccl" if device_type == "cuda" else "gloo"] * 3 + ["gloo"]
     return Groups(*(CollectiveExchange(dist.new_group(backend=backend, timeout=timeout)) for backend in backends))
+
+
+def use_interface(name: str) -> None:
+    """Gloo listens on this network interface, unless GLOO_SOCKET_IFNAME names one already. Call before init_groups.
+
+    By itself it takes the address of the host's name, which is often one that only this host can reach.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def open_store(address: HostPort, rank: int, cp_size: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    """The ranks' common store. Rank 0's listens on the given address only: left to itself it would listen on every interface."""
+    if rank > 0:
+        return dist.TCPStore(address.host, address.port, cp_size, False, timeout)
+    listener = address.listen()
+    return dist.TCPStore(address.host, address.port, cp_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def close_groups(groups: Groups) -> None:

@@ -3,25 +3,30 @@ import asyncio
 import contextlib
 import logging
 import shlex
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import uvicorn
 import uvloop
 import zmq
 
 from sglane.configs.model_config import ModelConfig, ModelConfigError, load_model_config
+from sglane.entrypoints.door import Door, NodeFailure
 from sglane.entrypoints.engine_client import EngineClient
 from sglane.entrypoints.http_server import make_app
 from sglane.entrypoints.middleware import QUIET_PATHS
+from sglane.entrypoints.node_facts import facts_of
 from sglane.entrypoints.parsers.markers import markers_of
 from sglane.entrypoints.processes import Family, WorkFolder, bind_http
 from sglane.entrypoints.server_state import HIDDEN, Engine, Phase, ServerState, until_idle
+from sglane.entrypoints.signals import Signals, StopRequested
 from sglane.entrypoints.tokenizer import TextTokenizer, TokenizerError
 from sglane.entrypoints.warmup import WarmupFailed, warm_up
+from sglane.entrypoints.worker_node import serve_worker
+from sglane.plan.nodes import Farewell
 from sglane.server_args import ConfigError, ServerArgs, parse_args, secrets
 from sglane.utils import logging as log
 
@@ -33,16 +38,16 @@ TICK_S = 0.1
 LAST_WORDS_S = 0.5
 #: Seconds that children get to end after they were told to.
 CHILD_EXIT_S = 15.0
+#: Seconds that the planner's process gets before its first sign of life, whatever the watchdog says.
+PLANNER_START_S = 60.0
+#: Seconds that other nodes get to leave after a failure; one of them may be what failed.
+NODE_EXIT_S = 2.0
 #: Seconds that answers get to leave before connections are cut.
 FAREWELL_S = 5
 
 
 class EngineDied(RuntimeError):
     """A child ended, hung or gave up; the message says which and how."""
-
-
-class StopRequested(Exception):
-    """SIGTERM or SIGINT."""
 
 
 class HttpServer(uvicorn.Server):
@@ -57,22 +62,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-class Signals:
-    """Counts SIGTERM and SIGINT."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.last = 0
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def _on_signal(self, number: int) -> None:
-        self.count += 1
-        self.last = number
-        logger.info("%s received%s", signal.Signals(number).name, ", stopping now" if self.count > 1 else "")
-
-
 class Launcher:
     """One server. `run` returns the exit code."""
 
@@ -82,6 +71,9 @@ class Launcher:
         self._endpoints = folder.endpoints(args.cp_size)
         self._server = ServerState(args, config, launch_command(args, sys.argv[1:]))
         self._signals = Signals()
+        self._door = Door(args, facts_of(args, config))
+        self._why = "the server was told to stop"
+        self._ranks_told = False  # by the planner, to stop
         self._client = EngineClient(zmq.Context.instance(), self._endpoints, self._server.tracker)
         self._family = Family([])
         log_level = "info" if args.log_level == "debug" else args.log_level
@@ -91,6 +83,11 @@ class Launcher:
         ))
 
     async def run(self) -> int:
+        try:
+            self._endpoints = await self._door.open(self._endpoints)
+        except ConfigError:
+            self._client.close()
+            raise
         self._family = Family.start(self._args, self._endpoints)
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
         code = 1
@@ -99,21 +96,24 @@ class Launcher:
             await self._watch_until_stop()
             code = await self._drain()
         except StopRequested:
-            code = 0 if self._signals.count == 1 else 128 + self._signals.last
+            code = 0 if self._signals.count < 2 else 128 + self._signals.last
             self._end("the server was stopped")
         except (EngineDied, TokenizerError, WarmupFailed) as error:
             logger.error("the server ends: %s", error)
             self._end(f"the engine has failed: {error}")
         finally:
+            self._door.say_farewell(Farewell(code, self._why, self._ranks_told))
             self._http.end()
             await serving
             await self._server.end_helpers()
             self._family.kill()
             self._client.close()
+            await self._door.close(CHILD_EXIT_S if code == 0 else NODE_EXIT_S)
         return code
 
     def _end(self, why: str) -> None:
         """Everybody who waits is told; from now on everything is a 503."""
+        self._why = why
         self._server.stop(why)
         self._client.fail_all(why)
 
@@ -129,6 +129,9 @@ class Launcher:
         vocabulary = self._endpoints.vocabulary if self._args.offers_grammars() else ""
         engine = Engine.assemble(self._client, loading.result(), self._server.config, self._client.ready.result(), vocabulary,
                                  self._args.grammar_backend, markers_of(self._args.tool_call_parser, self._args.reasoning_parser))
+        if engine.grammars is not None and self._args.nnodes > 1:
+            sharing = asyncio.create_task(self._door.share_vocabulary(Path(vocabulary).read_bytes()))
+            await self._watch_until(sharing)
         self._server.engine_ready(engine)
         if not self._args.skip_server_warmup:
             key = self._args.admin_api_key or self._args.api_key
@@ -158,35 +161,45 @@ class Launcher:
         future.result()
 
     async def _watch_until_stop(self) -> None:
-        """Returns on the first signal; raises EngineDied when the engine fails."""
-        while not self._signals.count:
+        """Returns on the first signal, here or at another node; raises EngineDied when the engine fails."""
+        while not self._signals.count and not self._door.stop_wish:
             await self._check_engine()
             await asyncio.sleep(TICK_S)
 
     async def _tick(self) -> None:
-        if self._signals.count:
+        if self._signals.count or self._door.stop_wish:
             raise StopRequested
         await self._check_engine()
 
     async def _check_engine(self) -> None:
-        """Raises EngineDied for a dead child, the planner's last words, or a planner that is silent for too long."""
+        """Raises EngineDied for a dead child, the planner's last words, a planner that is silent for too long, or a failure of another node."""
         self._client.receive()
-        dead = self._family.epitaphs()
-        if dead:
+        reasons = self._deaths()
+        if reasons or self._client.fatal.done():  # one death brings others: give the cause time to be told
             await asyncio.wait([self._client.fatal], timeout=LAST_WORDS_S)
-            dead = self._family.epitaphs()
-        if self._client.fatal.done():
-            raise EngineDied("; ".join([self._client.fatal.result(), *dead]))
-        if dead:
-            raise EngineDied("; ".join(dead))
+            if self._args.nnodes > 1:
+                await asyncio.sleep(LAST_WORDS_S)
+            last_words = [self._client.fatal.result()] if self._client.fatal.done() else []
+            raise EngineDied("; ".join([*last_words, *self._deaths(), *self._family.stopped()]))
         silence_s = time.monotonic() - self._client.last_sign_s
-        if self._server.phase in (Phase.READY, Phase.DRAINING) and silence_s > self._args.watchdog_timeout_s:
-            raise EngineDied(f"the planner gave no sign of life for {silence_s:.0f} s")
+        limit_s = self._args.watchdog_timeout_s
+        if silence_s > (max(limit_s, PLANNER_START_S) if self._server.phase is Phase.STARTING else limit_s):
+            raise EngineDied("; ".join([f"the planner gave no sign of life for {silence_s:.0f} s", *self._family.stopped()]))
+
+    def _deaths(self) -> list[str]:
+        """Children that have ended, and what is wrong with other nodes."""
+        reasons = self._family.epitaphs()
+        try:
+            self._door.check()
+        except NodeFailure as error:
+            reasons.append(str(error))
+        return reasons
 
     # --- end ---------------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> int:
         """Refuse new requests, let running ones finish, stop the children. Returns the exit code."""
+        self._why = self._door.stop_wish or self._why
         self._server.drain()
         self._client.end_pause()
         deadline_s = time.monotonic() + self._args.shutdown_timeout_s
@@ -203,6 +216,7 @@ class Launcher:
         if not idle.result():
             logger.warning("%d requests did not finish within %g s", self._client.num_jobs, self._args.shutdown_timeout_s)
         self._client.shutdown(0.0)
+        self._ranks_told = True
         child_deadline_s = time.monotonic() + CHILD_EXIT_S
         while not self._family.all_ended() and time.monotonic() < child_deadline_s and self._signals.count < 2:
             await asyncio.sleep(TICK_S)
@@ -230,15 +244,16 @@ def serve(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(QUIET_PATHS))
     logger.info("server_args=%s", args)
     try:
-        listener = bind_http(args.host, args.port)
-    except OSError as error:
-        logger.error("--host %s --port %d: cannot listen there: %s", args.host, args.port, error)
-        return 1
-    try:
         config = load_model_config(args.model_path, args.context_length)
     except ModelConfigError as error:
         logger.error("%s", error)
-        listener.close()
+        return 1
+    if args.node_rank > 0:
+        return serve_worker(args, config)
+    try:
+        listener = bind_http(args.host, args.port)
+    except OSError as error:
+        logger.error("--host %s --port %d: cannot listen there: %s", args.host, args.port, error)
         return 1
     folder = WorkFolder()
 

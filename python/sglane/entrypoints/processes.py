@@ -1,4 +1,5 @@
-"""The children of a server: planner and executor ranks. Started, watched, and killed here; nothing of them outlives the launcher."""
+"""The children of a launcher: planner and executor ranks. Started, watched, and killed here; nothing of them outlives the launcher."""
+import fcntl
 import logging
 import os
 import shutil
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 #: A unix socket's path holds 107 bytes; the longest file name below is shorter than the rest.
 MAX_FOLDER_CHARACTERS = 80
 BACKLOG = 2048
+#: Name of the lock in a work folder.
+LOCK = "lock"
+#: Seconds after which a process that was killed but does not end is given up: it hangs in the kernel.
+KILL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -42,24 +47,47 @@ class Child:
 
 
 class Family:
-    """All children of one server."""
+    """All children of one launcher."""
 
     def __init__(self, children: Sequence[Child]):
         self._children = children
 
     @classmethod
     def start(cls, args: ServerArgs, endpoints: Endpoints) -> Self:
-        """Executors first: they take longest. Call from the main thread: children die with the thread that started them."""
+        """The node's executors, which take longest, then on node 0 the planner.
+
+        Call from the main thread: children die with the thread that started them.
+        """
         children: list[Child] = []
-        for rank in range(args.cp_size):
+        for rank in args.ranks_of_node():
             spec = ProcessSpec(server_args=args, endpoints=endpoints, rank=rank)
             children.append(Child(f"executor rank {rank}", spawn("sglane.model_executor", spec)))
-        children.append(Child("planner", spawn("sglane.managers", ProcessSpec(server_args=args, endpoints=endpoints))))
+        if args.node_rank == 0:
+            children.append(Child("planner", spawn("sglane.managers", ProcessSpec(server_args=args, endpoints=endpoints))))
         return cls(children)
 
     def epitaphs(self) -> list[str]:
         """Of all children that have ended."""
         return [text for child in self._children if (text := child.epitaph()) is not None]
+
+    def failures(self) -> list[str]:
+        """Epitaphs of those that ended with another exit code than 0."""
+        return [text for child in self._children if (text := child.epitaph()) is not None and child.process.returncode != 0]
+
+    def any_killed(self) -> bool:
+        """Some child was ended by a signal, not by itself."""
+        return any(child.epitaph() is not None and child.process.returncode < 0 for child in self._children)
+
+    def stopped(self) -> list[str]:
+        """Names of children that somebody has stopped (SIGSTOP) and that can therefore not go on."""
+        found = []
+        for child in self._children:
+            try:
+                if psutil.Process(child.process.pid).status() == psutil.STATUS_STOPPED:
+                    found.append(f"{child.name} is stopped")
+            except psutil.NoSuchProcess:
+                continue
+        return found
 
     def all_ended(self) -> bool:
         return len(self.epitaphs()) == len(self._children)
@@ -79,7 +107,10 @@ class Family:
             except psutil.NoSuchProcess:
                 continue
         for child in self._children:
-            child.process.wait()
+            try:
+                child.process.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                logger.error("%s (pid %d) was killed but does not end", child.name, child.process.pid)
         psutil.wait_procs(family, timeout=5.0)
 
 
@@ -88,9 +119,10 @@ SPIN_COUNT = "10000"
 
 
 def spawn(module: str, spec: ProcessSpec) -> subprocess.Popen[bytes]:
-    """`python -m module` in a session of its own, so that Ctrl-C in a terminal does not reach it; the spec on its standard input."""
+    """`python -m module` in a session of its own, so that Ctrl-C in a terminal does not reach it; the spec on its standard input. It ends with us."""
     environment = {"GOMP_SPINCOUNT": SPIN_COUNT, **os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    command = [sys.executable, "-m", "sglane.utils.parent", str(os.getpid()), module]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     try:
         process.stdin.write(spec.to_json())
@@ -101,12 +133,20 @@ def spawn(module: str, spec: ProcessSpec) -> subprocess.Popen[bytes]:
 
 
 class WorkFolder:
-    """Temporary folder with the sockets' files and the rendezvous file of one server."""
+    """Temporary folder with the sockets' files and the rendezvous file of one launcher.
+
+    A launcher that was killed leaves its folder; the next one removes it. A lock that dies with its process says whose is left.
+    """
 
     def __init__(self) -> None:
         default = tempfile.gettempdir()
-        parent = default if len(default) <= MAX_FOLDER_CHARACTERS - len("/sglane-12345678") else "/tmp"
+        parent = Path(default if len(default) <= MAX_FOLDER_CHARACTERS - len("/sglane-12345678") else "/tmp")
+        for lock in parent.glob(f"sglane-*/{LOCK}"):
+            _remove_if_left(lock)
         self._path = Path(tempfile.mkdtemp(prefix="sglane-", dir=parent))
+        self._lock = (self._path / "lock.new").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        (self._path / "lock.new").rename(self._path / LOCK)  # nobody sees it before it is locked
 
     def endpoints(self, num_ranks: int) -> Endpoints:
         def address(name: str) -> str:
@@ -123,6 +163,18 @@ class WorkFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_if_left(lock: Path) -> None:
+    """Remove the lock's folder if the process that made it is gone."""
+    try:
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    except OSError:  # locked, another user's, or just removed
+        return
+    logger.info("removed %s, which a killed server had left", lock.parent)
 
 
 def bind_http(host: str, port: int) -> socket.socket:

@@ -1,9 +1,11 @@
-"""Layer boundaries of a step: signs of life for the watchdog, and delays that tests ask for."""
+"""Layer boundaries of a step: signs of life for the watchdog, names for profilers, and delays that tests ask for."""
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
+import torch
 
 #: Seconds between two progress reports of one rank.
 PROGRESS_INTERVAL_S = 1.0
@@ -38,10 +40,75 @@ class Holds:
         time.sleep(self.spec.sleep_ms / 1e3)
 
 
+class Marker(Protocol):
+    """Named, nested ranges of a profiler."""
+
+    def push(self, name: str) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+class NvtxMarker:
+    """For Nsight Systems."""
+
+    def push(self, name: str) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        torch.cuda.nvtx.range_pop()
+
+
+class RecordMarker:
+    """For recordings of torch.profiler."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def push(self, name: str) -> None:
+        self._open.append(torch.profiler.record_function(name))
+        self._open[-1].__enter__()
+
+    def pop(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+class StepMarks:
+    """Ranges of a step: `step N`, and in it one after another `layer 0` ..., `sample` (norm, head, sampling), `exchange`."""
+
+    def __init__(self, marker: Marker, num_layers: int):
+        self._marker = marker
+        self._num_layers = num_layers
+
+    def begin(self, step: int) -> None:
+        self._marker.push(f"step {step}")
+        self._marker.push("layer 0")
+
+    def layer_end(self, layer: int) -> None:
+        self._next(f"layer {layer + 1}" if layer + 1 < self._num_layers else "sample")
+
+    def before_exchange(self) -> None:
+        self._next("exchange")
+
+    def end(self) -> None:
+        self._marker.pop()
+        self._marker.pop()
+
+    def _next(self, name: str) -> None:
+        self._marker.pop()
+        self._marker.push(name)
+
+
+def step_marks(device_type: str, num_layers: int) -> StepMarks:
+    """NVTX on CUDA; on CPU ranges that recordings show."""
+    return StepMarks(NvtxMarker() if device_type == "cuda" else RecordMarker(), num_layers)
+
+
 class StepHooks:
     """LayerHooks of one rank: reports progress (step, layer) at most once a second."""
 
-    def __init__(self, report: Callable[[int, int], None], holds: Holds, between_layers: Callable[[], None]):
+    def __init__(self, report: Callable[[int, int], None], holds: Holds, between_layers: Callable[[], None], marks: StepMarks | None = None):
+        """marks: None: no ranges for profilers."""
+        self._marks = marks
         self._report = report
         self._between_layers = between_layers
         self._holds = holds
@@ -52,6 +119,8 @@ class StepHooks:
         """Step `step` starts. The first report comes only after a second of work: short steps are their own sign of life."""
         self._step = step
         self._last_report = time.monotonic()
+        if self._marks is not None:
+            self._marks.begin(step)
 
     def layer_end(self, layer: int) -> None:
         if layer == 0:
@@ -61,9 +130,15 @@ class StepHooks:
         if now - self._last_report >= PROGRESS_INTERVAL_S:
             self._last_report = now
             self._report(self._step, layer)
+        if self._marks is not None:
+            self._marks.layer_end(layer)
 
     def before_exchange(self) -> None:
         self._holds.at("exchange")
+        if self._marks is not None:
+            self._marks.before_exchange()
 
     def before_result(self) -> None:
+        if self._marks is not None:
+            self._marks.end()
         self._holds.at("result")

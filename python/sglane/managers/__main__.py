@@ -1,5 +1,4 @@
 """Entry point of the planner process: `python -m sglane.managers`, its ProcessSpec as JSON on standard input."""
-import ctypes
 import logging
 import signal
 import sys
@@ -10,12 +9,13 @@ from sglane.managers.planner import EngineFailure, Planner
 from sglane.mem_cache.kv_ledger import LedgerError
 from sglane.server_args import ConfigError, ProcessSpec
 from sglane.utils import logging as log
-
-PR_SET_PDEATHSIG = 1
+from sglane.utils.parent import die_with_parent
 
 
 def main() -> int:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # the launcher's death is ours
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach every process of a server; the front says when to stop
+        signal.signal(number, signal.SIG_IGN)
     spec = ProcessSpec.from_json(sys.stdin.buffer.read())
     setproctitle.setproctitle("sglane::planner")
     log.setup(spec.server_args.log_level, "planner", spec.server_args.log_format)

@@ -100,17 +100,27 @@ def agree_on_sizes(args: ServerArgs, layout: PageLayout, ready: list[ExecutorRea
     return Sizes(num_rows, num_slots, context_length, max_request_tokens)
 
 
+def check_likeness(ready: list[ExecutorReady]) -> None:
+    """Raises EngineFailure when ranks, in order, hold different kinds of pages: their hosts have other models or types."""
+    first = ready[0]
+    for rank in ready[1:]:
+        for what, ours, theirs in (("planes", first.planes, rank.planes), ("bytes per page", first.num_bytes_per_page, rank.num_bytes_per_page),
+                                   ("vocabulary size", first.vocab_size, rank.vocab_size)):
+            if ours != theirs:
+                raise EngineFailure(f"ranks 0 and {rank.rank} differ in {what}: {ours} and {theirs}")
+
+
 class Planner:
     """Owns the sockets and the loop; decisions are the scheduler's."""
 
     def __init__(self, spec: ProcessSpec):
         self._args = spec.server_args
         self._layout = PageLayout(self._args.page_size, self._args.cp_size)
-        context = zmq.Context()
+        self._context = context = zmq.Context()
         self._from_front = Receiver(context, spec.endpoints.to_planner, ToPlanner)
-        self._from_executors = Receiver(context, spec.endpoints.from_executors, FromExecutor)
+        self._from_executors = Receiver(context, spec.endpoints.from_executors, FromExecutor, spec.endpoints.from_other_nodes)
         self._to_front = Sender(context, spec.endpoints.to_front)
-        self._to_executors = [Sender(context, address) for address in spec.endpoints.to_executors]
+        self._to_executors: list[Sender] = []  # by rank, once they have told their addresses
         self._poller = zmq.Poller()
         self._poller.register(self._from_front.socket, zmq.POLLIN)
         self._poller.register(self._from_executors.socket, zmq.POLLIN)
@@ -126,6 +136,8 @@ class Planner:
     def start(self) -> None:
         """Wait for all ranks, size the pools, announce readiness."""
         ready = sorted(self._collect(ExecutorReady), key=lambda rank: rank.rank)
+        check_likeness(ready)
+        self._to_executors = [Sender(self._context, rank.address) for rank in ready]
         self.sizes = agree_on_sizes(self._args, self._layout, ready)
         max_pages_per_slot = self._layout.num_pages(self.sizes.max_request_tokens)
         self._broadcast(PoolInit(self.sizes.num_rows, self.sizes.num_slots, max_pages_per_slot))
@@ -170,6 +182,7 @@ class Planner:
                     raise EngineFailure(f"rank {message.rank}: {message.message}")
                 assert isinstance(message, kind), f"expected {kind.__name__} while starting, got {message!r}"
                 messages.append(message)
+            self._beat(time.monotonic())
         return messages
 
     # --- the loop ------------------------------------------------------------------------------------------------------
@@ -290,18 +303,24 @@ class Planner:
     def _keep_time(self) -> None:
         now_s = time.monotonic()
         self._reporter.tick()
-        if now_s - self._last_heartbeat_s >= HEARTBEAT_S:
-            self._last_heartbeat_s = now_s
-            self._send_front(Heartbeat(self.scheduler.num_running, self.scheduler.num_waiting))
+        self._beat(now_s, self.scheduler.num_running, self.scheduler.num_waiting)
         if self._drain_deadline_s is not None and now_s > self._drain_deadline_s:
             self.scheduler.abort_all("the server is shutting down", 503)
         laggards = self.scheduler.laggards()
         for rank in range(self._args.cp_size):
             if rank not in laggards:
                 self._last_progress_s[rank] = now_s
-            elif now_s - self._last_progress_s[rank] > self._args.watchdog_timeout_s:
-                step = self.scheduler.oldest_unretired_step
-                raise EngineFailure(f"rank {rank} made no progress for {self._args.watchdog_timeout_s:.0f} s in step {step}")
+        silent = [str(rank) for rank, seen_s in enumerate(self._last_progress_s) if now_s - seen_s > self._args.watchdog_timeout_s]
+        if silent:  # one of them hangs, the others may wait for it in a collective
+            ranks = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(silent)
+            step = self.scheduler.oldest_unretired_step
+            raise EngineFailure(f"{ranks} made no progress for {self._args.watchdog_timeout_s:g} s in step {step}")
+
+    def _beat(self, now_s: float, num_running: int = 0, num_waiting: int = 0) -> None:
+        """A sign of life for the front, about once a second, also while ranks load."""
+        if now_s - self._last_heartbeat_s >= HEARTBEAT_S:
+            self._last_heartbeat_s = now_s
+            self._send_front(Heartbeat(num_running, num_waiting))
 
     def _state(self) -> dict[str, object]:
         return {

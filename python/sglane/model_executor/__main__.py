@@ -8,16 +8,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
+import msgspec
 import setproctitle
 import torch
 import zmq
 
 from sglane.configs.model_config import load_model_config
-from sglane.distributed.groups import close_groups, init_groups
+from sglane.distributed.groups import close_groups, init_groups, use_interface
 from sglane.layers.moe.shard import ExpertShard
 from sglane.model_executor.executor import Executor, resolve_dtype
 from sglane.model_executor.grammar import LazyGrammars
 from sglane.model_executor.grammar_tickets import GrammarTickets
+from sglane.model_executor.lifeline import hold_lifeline
 from sglane.model_executor.loader import load_model
 from sglane.model_executor.memory import available_bytes
 from sglane.model_executor.profiler import StepProfiler
@@ -77,7 +79,10 @@ def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Execu
     model = load_model(config, device, resolve_dtype(args, config), show_progress=rank == 0, shard=ExpertShard(rank, args.cp_size))
     logger.info("Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.", time.perf_counter() - begin,
                 type(model).__name__, resolve_dtype(args, config), available_bytes(device) / (1 << 30), model.weight_bytes / (1 << 30))
-    groups = init_groups(rank, args.cp_size, spec.endpoints.rendezvous, device.type, args.cp_exchange)
+    if spec.endpoints.interface:
+        use_interface(spec.endpoints.interface)
+    timeout_s = max(args.dist_timeout_s, args.watchdog_timeout_s)  # in a step the planner's watchdog comes first
+    groups = init_groups(rank, args.cp_size, spec.endpoints.rendezvous, device.type, args.cp_exchange, timeout_s)
 
     def report(step: int, layer: int) -> None:
         sender.send(Progress(rank, step, layer))
@@ -91,7 +96,7 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
     executor, available = load(spec, device, sender)
     tickets = grammars_of(spec, context, executor, stack)
     profiler = StepProfiler(spec.rank, device)
-    sender.send(executor.ready(available))
+    sender.send(msgspec.structs.replace(executor.ready(available), address=receiver.address))
     counted = fallback.counts()
     work_ahead: Callable[[], bool] = bool  # before there is a pool: nothing to do
     while True:
@@ -125,10 +130,13 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
 
 def main() -> None:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the planner says when to stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach every process of a server; the planner says when to stop
+        signal.signal(number, signal.SIG_IGN)
     spec = ProcessSpec.from_json(sys.stdin.buffer.read())
     setproctitle.setproctitle(f"sglane::executor_CP{spec.rank}")
     log.setup(spec.server_args.log_level, f"CP{spec.rank}", spec.server_args.log_format)
+    if spec.endpoints.lifeline:
+        hold_lifeline(spec.endpoints.lifeline, spec.rank)
     context = zmq.Context()
     receiver = Receiver(context, spec.endpoints.to_executors[spec.rank], ToExecutor)
     sender = Sender(context, spec.endpoints.from_executors)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglane import environ
 from sglane.distributed.groups import Groups, local_groups
-from sglane.forward.layer_hooks import Holds, StepHooks
+from sglane.forward.layer_hooks import Holds, StepHooks, step_marks
 from sglane.layers.attention.cost import RowWidths, gathers_queries
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.step_view import StepRules
@@ -46,11 +46,12 @@ class Executor:
         self._args = args
         self.groups = groups or local_groups()
         self._device = device or torch.device("cpu")
-        self._threads = ThreadPolicy(args.cp_size, model.weight_bytes)
-        self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank), self._threads.adapt)
+        self._threads = ThreadPolicy(args.ranks_per_node, model.weight_bytes)
         self._tap = tap
         self._dtype = resolve_dtype(args, config)
         self._specs = plane_specs(config.kv_planes(), self._dtype)
+        marks = step_marks(self._device.type, self._specs[0].num_layers) if args.enable_layerwise_nvtx_marker else None
+        self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank), self._threads.adapt, marks)
         self._poison = environ.SGLANE_POISON
         self._step = 0  # last plan carried out
         self._grammars: Grammars | None = None

@@ -33,9 +33,9 @@ def pool_rows(args: ServerArgs, device: torch.device, available: int, fixed_byte
     """Rows of one lane, sink row included. `available`: device memory before the weights were loaded, in bytes; fixed_bytes: what weights and
     scratch memory take of it.
 
-    Ranks on CPU share the machine's memory evenly. Raises MemoryError naming the flags if not even one page fits.
+    Ranks on CPU share their node's memory evenly. Raises MemoryError naming the flags if not even one page fits.
     """
-    num_sharers = args.cp_size if device.type == "cpu" else 1
+    num_sharers = args.ranks_per_node if device.type == "cpu" else 1
     fraction = args.mem_fraction_static or DEFAULT_FRACTION[device.type]
     budget = int(available / num_sharers * fraction) - fixed_bytes
     if args.max_total_tokens is not None:

@@ -213,11 +213,14 @@ FromPlanner = StepOutputs | Reply | PlannerReady | Heartbeat | Fatal
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """ZeroMQ addresses of one server. Every socket is PUSH -> PULL; the PULL side binds."""
+    """ZeroMQ addresses as one node of a server sees them. Every socket is PUSH -> PULL; the PULL side binds."""
 
     to_planner: str  # front -> planner
     to_front: str  # planner -> front
-    to_executors: list[str]  # planner -> rank i
+    to_executors: list[str]  # planner -> rank i; where that rank binds, port * if it may choose
     from_executors: str  # all ranks -> planner
     rendezvous: str  # torch.distributed init_method of the ranks
     vocabulary: str = ""  # file: the tokens' bytes, written by the front before it takes requests
+    from_other_nodes: str = ""  # executors of other nodes -> planner, which binds it too; empty: all are on this host
+    interface: str = ""  # network interface on which the ranks of several nodes meet; empty: gloo chooses
+    lifeline: str = ""  # HOST:PORT to which an executor of another node stays connected; empty on node 0

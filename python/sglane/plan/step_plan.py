@@ -133,6 +133,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag="ready"):
     context_length: int  # tokens, after --context-length and the model's own limit
     vocab_size: int
     device_name: str
+    address: str = ""  # where the rank takes plans
 
 
 class PoolInit(msgspec.Struct, frozen=True, tag="pool_init"):

@@ -12,6 +12,7 @@ class Sender:
         self._socket = context.socket(zmq.PUSH)
         self._socket.set_hwm(0)  # never drop, never block: the protocol itself bounds what is under way
         self._socket.setsockopt(zmq.LINGER, 2000)  # ms, so that a last error message still leaves
+        self._socket.setsockopt(zmq.IPV6, _is_ipv6(address))
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -25,11 +26,19 @@ class Sender:
 class Receiver:
     """Binds a PULL socket and decodes messages of the union `kind`."""
 
-    def __init__(self, context: zmq.Context, address: str, kind: Any):
+    def __init__(self, context: zmq.Context, address: str, kind: Any, second_address: str = ""):
+        """second_address: where it listens too; empty: nowhere."""
         self.socket = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
-        self.socket.bind(address)
+        for each in filter(None, (address, second_address)):
+            self.socket.setsockopt(zmq.IPV6, _is_ipv6(each))
+            self.socket.bind(each)
         self._decoder = msgspec.msgpack.Decoder(kind)
+
+    @property
+    def address(self) -> str:
+        """The address bound last, with its port even if that was left open (*)."""
+        return self.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
     def poll(self, timeout_ms: int) -> bool:
         return bool(self.socket.poll(timeout_ms))
@@ -47,3 +56,7 @@ class Receiver:
 
     def close(self) -> None:
         self.socket.close(linger=0)
+
+
+def _is_ipv6(address: str) -> bool:
+    return address.startswith("tcp://[")

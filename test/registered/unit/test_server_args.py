@@ -13,6 +13,7 @@ from sglane.server_args import (
     fields_of_variables,
     flag_of,
     parse_args,
+    refuse_peer_between_nodes,
     scalar_of,
     secrets,
 )
@@ -47,6 +48,9 @@ def test_other_spellings_of_the_two_rank_flags():
     assert (args.cp_size, args.enable_cp_shared_kv) == (2, True)
 
 
+TWO_NODES = {"cp_size": 4, "enable_cp_shared_kv": True, "nnodes": 2, "dist_init_addr": "node0:5000"}
+
+
 @pytest.mark.parametrize(("changes", "word"), [
     ({"page_size": 0}, "--page-size"),
     ({"max_running_requests": 0}, "--max-running-requests"),
@@ -61,10 +65,36 @@ def test_other_spellings_of_the_two_rank_flags():
     ({"schedule_conservativeness": -0.1}, "--schedule-conservativeness"),
     ({"cp_size": 2}, "--enable-cp-shared-kv"),
     ({"enable_cp_shared_kv": True}, "--cp-size"),
+    ({"nnodes": 0}, "--nnodes must be at least 1"),
+    ({"node_rank": 1}, "--node-rank must be between 0 and --nnodes - 1 = 0, got 1"),
+    ({"node_rank": -1}, "--node-rank"),
+    ({"dist_timeout_s": 0.0}, "--dist-timeout-s"),
+    ({"dist_init_addr": "node0:5000"}, "--dist-init-addr needs --nnodes > 1"),
+    ({**TWO_NODES, "dist_init_addr": None}, "--nnodes > 1 needs --dist-init-addr"),
+    ({**TWO_NODES, "nnodes": 3}, "--cp-size 4 cannot be spread evenly over --nnodes 3"),
+    ({**TWO_NODES, "node_rank": 2}, "--node-rank must be between 0 and --nnodes - 1 = 1, got 2"),
+    ({**TWO_NODES, "dist_init_addr": "node0"}, "--dist-init-addr node0: must be HOST:PORT"),
+    ({**TWO_NODES, "dist_init_addr": "::1:5000"}, "--dist-init-addr ::1:5000: an IPv6 address needs brackets"),
+    ({**TWO_NODES, "dist_init_addr": "0.0.0.0:5000"}, "--dist-init-addr 0.0.0.0:5000: other nodes cannot connect to it"),
+    ({**TWO_NODES, "dist_init_addr": "node0:65534"}, "--dist-init-addr node0:65534: 3 ports are needed"),
 ])
 def test_a_refusal_names_the_flag(changes, word):
     with pytest.raises(ConfigError, match=word):
         dataclasses.replace(ServerArgs(), **changes).resolve()
+
+
+def test_ranks_of_nodes():
+    nodes = [dataclasses.replace(ServerArgs(), **TWO_NODES, node_rank=rank).resolve() for rank in (0, 1)]
+    assert [list(node.ranks_of_node()) for node in nodes] == [[0, 1], [2, 3]]
+    assert str(nodes[0].dist_address().at(2)) == "node0:5002"
+    assert list(ServerArgs().ranks_of_node()) == [0]
+
+
+def test_shared_memory_between_nodes_is_refused():
+    for cp_exchange, nnodes in (("auto", 2), ("collective", 2), ("peer", 1)):
+        refuse_peer_between_nodes(cp_exchange, nnodes)
+    with pytest.raises(ConfigError, match="--cp-exchange peer needs all ranks on one host, but --nnodes is 2"):
+        refuse_peer_between_nodes("peer", 2)
 
 
 def test_a_grammar_library_that_is_not_installed(monkeypatch):

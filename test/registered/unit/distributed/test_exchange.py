@@ -1,3 +1,6 @@
+import datetime
+import socket
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +9,8 @@ from kits.exchange_work import many_calls, two_threads, types_and_shapes
 from kits.plan_driver import PlanDriver, greedy
 from kits.process_ranks import answer, process_ranks, run_on, toy_worker
 from kits.toy_model import ToyConfig, ToyModel
-from sglane.distributed.groups import init_groups, local_groups
+from sglane.distributed.groups import init_groups, local_groups, open_store
+from sglane.utils.addresses import HostPort
 
 TRANSPORTS = ("peer", "collective")
 
@@ -58,3 +62,21 @@ def test_one_rank_needs_no_set_up() -> None:
     x = torch.ones(2, 3)
     assert groups.attention.all_gather(x).shape == (1, 2, 3)
     assert local_groups().attention.gather_rows(x, 2, torch.arange(2)) is x
+
+
+def test_the_store_listens_on_the_given_address_only() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.2", 0))
+        port = probe.getsockname()[1]
+    timeout = datetime.timedelta(seconds=10)
+    first = open_store(HostPort("127.0.0.2", port), 0, 2, timeout)
+    second = open_store(HostPort("127.0.0.2", port), 1, 2, timeout)
+    first.set("a", "b")
+    assert second.get("a") == b"b"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_longer(tmp_path) -> None:
+    with pytest.raises(RuntimeError, match="(?i)time"):
+        init_groups(0, 2, f"file://{tmp_path}/meet", "cpu", "collective", 0.5)

@@ -278,3 +278,31 @@ def test_work_folder(monkeypatch, tmp_path):
     assert all(len(address.removeprefix("ipc://")) <= 107 for address in addresses), "a unix socket's path is limited"
     folder.remove()
     assert not Path(endpoints.rendezvous.removeprefix("file://")).parent.exists()
+
+
+def test_a_folder_that_a_killed_launcher_left_is_removed(monkeypatch, temporary):
+    """Not that of a living one, nor anything else."""
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    alive = WorkFolder()
+    others = temporary / "sglane-logs"
+    others.mkdir()
+    program = "import os, signal; from sglane.entrypoints.processes import WorkFolder; f = WorkFolder(); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(PYTHON_ROOT)}, timeout=60)
+    assert len(list(temporary.iterdir())) == 3
+    WorkFolder().remove()
+    assert len(list(temporary.iterdir())) == 2 and others.exists()
+    alive.remove()
+    assert list(temporary.iterdir()) == [others]
+
+
+def test_children_that_somebody_stopped_are_named():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    family = Family([Child("it", process)])
+    assert family.stopped() == [] and not family.any_killed()
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while family.stopped() != ["it is stopped"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    family.kill()
+    assert family.any_killed() and family.failures() == ["it was killed by SIGKILL"]

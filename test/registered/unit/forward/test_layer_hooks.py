@@ -2,9 +2,10 @@ import time
 
 import msgspec
 import pytest
+import torch
 
 from sglane.forward import layer_hooks
-from sglane.forward.layer_hooks import Holds, StepHooks
+from sglane.forward.layer_hooks import Holds, StepHooks, StepMarks, step_marks
 
 
 def test_progress_is_reported_at_most_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +41,43 @@ def test_a_negative_hold_fails_and_nonsense_is_refused() -> None:
         Holds.parse('{"rank": 0, "point": "forward", "sleep_ms": -1}', 0).at("forward")
     with pytest.raises(msgspec.ValidationError):
         Holds.parse('{"rank": "x"}', 0)
+
+
+class Notes:
+    """A marker that writes down what is open."""
+
+    def __init__(self):
+        self.open, self.seen = [], []
+
+    def push(self, name):
+        self.open.append(name)
+        self.seen.append(" > ".join(self.open))
+
+    def pop(self):
+        self.open.pop()
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_ranges_of_steps_and_layers(has_rows):
+    """A rank without work names no layers, and everything is closed in the end."""
+    notes = Notes()
+    hooks = StepHooks(lambda step, layer: None, Holds(0), lambda: None, StepMarks(notes, 2))
+    for step in (1, 2):
+        hooks.begin(step)
+        for layer in range(2 * has_rows):
+            hooks.layer_end(layer)
+        hooks.before_exchange()
+        hooks.before_result()
+        assert notes.open == []
+    inner = ["layer 0", "layer 1", "sample", "exchange"] if has_rows else ["layer 0", "exchange"]
+    assert notes.seen == [f"step {step}" + name for step in (1, 2) for name in ("", *(f" > {name}" for name in inner))]
+
+
+def test_recordings_show_the_ranges():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recording:
+        marks = step_marks("cpu", 1)
+        marks.begin(7)
+        marks.layer_end(0)
+        marks.before_exchange()
+        marks.end()
+    assert {"step 7", "layer 0", "sample", "exchange"} <= {event.name for event in recording.events()}

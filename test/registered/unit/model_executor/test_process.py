@@ -126,7 +126,7 @@ def test_the_start_does_not_wait_for_the_grammar_library() -> None:
 
 def test_steps_are_recorded(tmp_path: Path) -> None:
     prompt = list(range(3, 40))
-    with started(tmp_path, 2, page_size=16) as (ranks, _processes):
+    with started(tmp_path, 2, page_size=16, enable_layerwise_nvtx_marker=True) as (ranks, _processes):
         ranks.start_up()
 
         def ask(message: StartProfile | StopProfile) -> set[str]:
@@ -153,6 +153,7 @@ def test_steps_are_recorded(tmp_path: Path) -> None:
             files = sorted((tmp_path / name).iterdir())
             assert [file.name for file in files] == ["it-CP-0.trace.json.gz", "it-CP-1.trace.json.gz"]
             events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+            assert {"layer 0", "sample", "exchange"} <= {event.get("name") for event in events}
             counts[name] = sum(event.get("name") == "aten::embedding" for event in events)
         assert 0 < counts["two"] < counts["all"]
 

@@ -65,3 +65,18 @@ def test_a_message_of_another_kind_is_refused(channel):
     assert receiver.poll(2000)
     with pytest.raises(msgspec.ValidationError):
         receiver.recv()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_receiver_listens_at_two_addresses(tmp_path, host):
+    context = zmq.Context()
+    receiver = Receiver(context, f"ipc://{tmp_path}/socket", ToPlanner, f"tcp://{host}:*")
+    assert receiver.address.startswith(f"tcp://{host}:") and "*" not in receiver.address
+    senders = [Sender(context, address) for address in (f"ipc://{tmp_path}/socket", receiver.address)]
+    for number, sender in enumerate(senders):
+        sender.send(FinishRequest("a", number))
+    assert {receiver.recv().num_output_tokens for _ in senders} == {0, 1}
+    for sender in senders:
+        sender.close()
+    receiver.close()
+    context.term()
