@@ -1,5 +1,4 @@
 """Ranks as threads of the test process: the exchanges of a group without processes or sockets."""
-import dataclasses
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sglane.distributed.groups import Groups
+from sglane.distributed.groups import PURPOSES, Groups
 
 Result = TypeVar("Result")
 
@@ -50,7 +49,7 @@ class ThreadGroup:
 
     def __init__(self, size: int):
         self.size = size
-        self._barriers = [threading.Barrier(size, timeout=60) for _ in dataclasses.fields(Groups)]
+        self._barriers = [threading.Barrier(size, timeout=60) for _ in PURPOSES]
         boxes: list[list[Tensor | None]] = [[None] * size for _ in self._barriers]
         self._exchanges = [[ThreadExchange(rank, *made) for made in zip(boxes, self._barriers)] for rank in range(size)]
 

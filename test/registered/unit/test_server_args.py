@@ -60,6 +60,8 @@ def test_other_spellings_of_the_two_rank_flags():
     ({"max_body_bytes": 0}, "--max-body-bytes"),
     ({"schedule_conservativeness": -0.1}, "--schedule-conservativeness"),
     ({"cp_size": 2}, "--enable-cp-shared-kv"),
+    ({"cp_exchange": "peer"}, "--cp-exchange peer needs --cp-size"),
+    ({"cp_exchange": "peer", "device": "cuda", "cp_size": 2, "enable_cp_shared_kv": True}, "--cp-exchange peer is for CPU ranks"),
     ({"enable_cp_shared_kv": True}, "--cp-size"),
 ])
 def test_a_refusal_names_the_flag(changes, word):
