@@ -9,7 +9,7 @@ peer copy   each rank writes its rows to shared memory, a barrier, each copies a
 peer        the same without copying out: the reader works on the rows where they lie
 pool        rows of earlier steps are in the pools, which all ranks map: one barrier, nothing is written
 
-Microseconds for one layer: the slowest rank's mean of a run, median of --repeats runs. Ratios are to `collective`.
+Microseconds for one layer: the slowest rank's mean of a run, median of --repeats runs.
 """
 import argparse
 import multiprocessing as mp
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--max-total-bytes", type=int, default=1 << 28, help="sizes whose rows of all ranks are more than this are left out")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    print("| ranks | bytes per rank | " + " | ".join(f"{way}, us" for way in WAYS) + " | dense | peer copy | peer |")
+    print("| ranks | bytes per rank | " + " | ".join(f"{way}, us" for way in WAYS) + " | dense/collective | collective/peer copy | collective/peer |")
     print("|" + "---|" * (len(WAYS) + 5))
     for size in args.ranks:
         sizes = [num_bytes for num_bytes in args.sizes if num_bytes * size <= args.max_total_bytes]
@@ -117,7 +117,7 @@ def main() -> None:
         for num_bytes in sizes:
             times = {way: found[num_bytes, way] for way in WAYS}
             base = times["collective"]
-            ratios = [f"{times['dense'] / base:.1f}x slower", f"{base / times['peer copy']:.1f}x faster", f"{base / times['peer']:.1f}x faster"]
+            ratios = [f"{ratio:.1f}" for ratio in (times["dense"] / base, base / times["peer copy"], base / times["peer"])]
             cells = [str(size), in_words(num_bytes), *(f"{times[way]:.0f}" for way in WAYS), *ratios]
             print(f"| {' | '.join(cells)} |", flush=True)
 

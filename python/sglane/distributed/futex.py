@@ -6,6 +6,8 @@ import platform
 
 #: Number of the system call by machine.
 _SYSCALLS = {"x86_64": 202, "aarch64": 98}
+#: Machines on which this works.
+MACHINES = tuple(_SYSCALLS)
 _WAIT = 0  # not FUTEX_PRIVATE: waiter and waker are different processes
 _WAKE = 1
 _EVERYONE = 0x7FFFFFFF
@@ -21,10 +23,8 @@ class Futex:
     """Waits and wake-ups on aligned 32-bit words, addressed by their address in this process."""
 
     def __init__(self) -> None:
-        """Raises OSError on a machine whose system call is not known here."""
+        """This machine must be one of MACHINES."""
         machine = platform.machine()
-        if machine not in _SYSCALLS:
-            raise OSError(errno.ENOSYS, f"futex(2) is not known for this kind of machine: {machine}")
         self._number = ctypes.c_long(_SYSCALLS[machine])
         self._call = ctypes.CDLL(None, use_errno=True).syscall  # the interpreter's lock is free meanwhile
         self._wait, self._wake, self._everyone = ctypes.c_int(_WAIT), ctypes.c_int(_WAKE), ctypes.c_int(_EVERYONE)

@@ -2,6 +2,7 @@
 import datetime
 import logging
 import os
+import platform
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from sglane.distributed.exchange.collective import CollectiveExchange
 from sglane.distributed.exchange.local import Exchange, LocalExchange
 from sglane.distributed.exchange.peer import PeerExchange
+from sglane.distributed.futex import MACHINES
 from sglane.distributed.peers import Peers, meet
 from sglane.utils.addresses import HostPort
 
@@ -55,6 +57,8 @@ def pick_transport(wanted: Transport, rendezvous: str, device_type: str) -> Lite
         reason = "the KV pools and rows of GPU ranks are not mapped by other ranks yet"
     elif not rendezvous.startswith(_ONE_HOST):
         reason = f"the ranks are on several hosts, which meet at {rendezvous}"
+    elif platform.machine() not in MACHINES:
+        reason = f"it knows the machines {', '.join(MACHINES)}, and this one is {platform.machine()}"
     else:
         return "collective" if wanted == "collective" else "peer"
     if wanted == "peer":

@@ -64,6 +64,8 @@ TWO_NODES = {"cp_size": 4, "enable_cp_shared_kv": True, "nnodes": 2, "dist_init_
     ({"max_body_bytes": 0}, "--max-body-bytes"),
     ({"schedule_conservativeness": -0.1}, "--schedule-conservativeness"),
     ({"cp_size": 2}, "--enable-cp-shared-kv"),
+    ({"cp_exchange": "peer"}, "--cp-exchange peer needs --cp-size"),
+    ({"cp_exchange": "peer", "device": "cuda", "cp_size": 2, "enable_cp_shared_kv": True}, "--cp-exchange peer is for CPU ranks"),
     ({"enable_cp_shared_kv": True}, "--cp-size"),
     ({"nnodes": 0}, "--nnodes must be at least 1"),
     ({"node_rank": 1}, "--node-rank must be between 0 and --nnodes - 1 = 0, got 1"),

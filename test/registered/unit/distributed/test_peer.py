@@ -1,5 +1,6 @@
 """What only the peer transport has: files handed over, pools that every rank maps, ranks that die, nothing that stays behind."""
 import os
+import platform
 import signal
 import time
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_transport_follows_from_place_and_device() -> None:
+def test_the_transport_follows_from_place_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_transport("auto", "file:///x/meet", "cpu") == pick_transport("peer", "file:///x/meet", "cpu") == "peer"
     assert pick_transport("collective", "file:///x/meet", "cpu") == "collective"
     assert pick_transport("auto", "tcp://10.0.0.1:5000", "cpu") == pick_transport("auto", "file:///x/meet", "cuda") == "collective"
@@ -89,3 +90,7 @@ def test_the_transport_follows_from_place_and_device() -> None:
         init_groups(0, 2, "tcp://10.0.0.1:5000", "cpu", "peer")
     with pytest.raises(TransportRefused, match="GPU"):
         init_groups(0, 2, "file:///x/meet", "cuda", "peer")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert pick_transport("auto", "file:///x/meet", "cpu") == "collective"
+    with pytest.raises(TransportRefused, match="riscv64"):
+        pick_transport("peer", "file:///x/meet", "cpu")
