@@ -3,11 +3,13 @@
     python benchmark/cp/bench_scaling.py [--ranks 1 2 4] [--prompt 4096] [--repeats 3] [--model-path FOLDER_OR_GGUF] [--dtype bfloat16]
 
 Every rank has one compute thread, so that ranks are what is compared; more ranks than cores show the cost of the exchange, not a gain. The servers
-run side by side and are asked one after the other. Cases: time to first token of a cold prompt; of a short suffix after that prompt as a prefix, with
+run side by side and are asked one after the other. Cases: time to first token of a cold prompt; of a suffix of 512 tokens after that prompt, with
 prefix prefetch and without; tokens per second of 1 and 8 streams behind prompts of an eighth of the length.
 """
 import argparse
+import re
 import sys
+import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from streams import decode_rate, machine, own_server, run_streams, spread  # noqa: E402
 
-SUFFIX = 64
+WAIT = re.compile(r"^sglang:cp_lane_prefix_wait_seconds_total{.*} (.*)$", re.M)
+
+SUFFIX = 512
 NUM_NEW = 32
 NO_PREFETCH = {"SGLANE_CP_PREFETCH_MIN_TOKENS": str(1 << 40)}
 
@@ -37,6 +41,16 @@ class Server:
 
     def first_token_ms(self, prompt: list[int]) -> float:
         return run_streams(f"{self.url}/generate", self.streams([prompt], 1))[0].ttft_s * 1e3
+
+    def prefix_wait_ms(self, prompt: list[int]) -> float:
+        """Time that the attention of the slowest rank waits for prefix pages of a prompt."""
+        before = self._prefix_waits_s()
+        self.first_token_ms(prompt)
+        return max(after - begin for begin, after in zip(before, self._prefix_waits_s())) * 1e3
+
+    def _prefix_waits_s(self) -> list[float]:
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            return [float(value) for value in WAIT.findall(answer.read().decode())]
 
     def rate(self, prompts: list[list[int]]) -> float:
         return decode_rate(run_streams(f"{self.url}/generate", self.streams(prompts, NUM_NEW)))
@@ -64,11 +78,12 @@ def measure(servers: list[Server], num_prompt: int, repeats: int, vocab_size: in
 
     results: dict[str, dict[str, list[float]]] = {}
     for repeat in range(repeats + 1):
-        cold, suffix = prompt(num_prompt), prompt(SUFFIX)
+        cold, suffix, other = prompt(num_prompt), prompt(SUFFIX), prompt(SUFFIX)
         few, many = [prompt(num_prompt // 8)], [prompt(num_prompt // 8) for _ in range(8)]
         cases: dict[str, Callable[[Server], float]] = {
             f"TTFT cold {num_prompt} ms": lambda s, p=cold: s.first_token_ms(p),  # type: ignore[misc]
             f"TTFT {SUFFIX} after {num_prompt} ms": lambda s, p=cold + suffix: s.first_token_ms(p),  # type: ignore[misc]
+            f"waiting for prefix pages in {SUFFIX} after {num_prompt}, ms": lambda s, p=cold + other: s.prefix_wait_ms(p),  # type: ignore[misc]
             "decode b1 tok/s": lambda s, p=few: s.rate(p),  # type: ignore[misc]
             "decode b8 tok/s": lambda s, p=many: s.rate(p),  # type: ignore[misc]
         }
@@ -91,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.model_path or 'default model'}, {args.dtype}, one thread a rank; {machine()}")
     model = ("--model-path", args.model_path) if args.model_path else ()
-    flags = (*model, "--dtype", args.dtype, "--max-total-tokens", str(64 * args.prompt), "--log-level", "warning")
+    flags = (*model, "--dtype", args.dtype, "--max-total-tokens", str(64 * args.prompt), "--log-level", "warning", "--enable-metrics")
     with ExitStack() as stack:
         servers = []
         for name, own, variables in configurations(args.ranks):

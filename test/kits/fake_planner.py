@@ -57,7 +57,8 @@ STATE: dict[str, Any] = {
     "totals": {"num_prompt_tokens": 300, "num_cached_tokens": 100, "num_output_tokens": 50, "num_requests": 5, "num_aborted": 1,
                "num_retractions": 3, "num_stalls": 4},
     "lanes": {
-        "homes": [3, 2], "home_moves": [0, 6], "evicted_pages": [11, 29], "computed_tokens": [180, 170], "busiest_lane_tokens": 200,
+        "homes": [3, 2], "home_moves": [0, 6], "evicted_pages": [11, 29], "computed_tokens": [180, 170],
+        "prefix_wait_seconds": [0.5, 1.25], "busiest_lane_tokens": 200,
         "page_waits": {"counts": [["1", "short", 2], ["any", "pending", 5]], "times": {"bounds_s": [0.01, 0.1], "counts": [4, 2, 1], "sum_s": 1.5}},
     },
     "evictions": {"num_tokens": 640, "times": {"bounds_s": [0.001, 0.01], "counts": [2, 1, 0], "sum_s": 0.006}},

@@ -51,6 +51,7 @@ class LaneWork:
     def __init__(self, layout: PageLayout):
         self._num_tokens = layout.no_counts()
         self._num_busiest = 0
+        self._prefix_wait_s = [0.0] * layout.cp_size
         self.waits = PageWaits()
 
     def add(self, lane_tokens: LaneCounts) -> None:
@@ -58,7 +59,12 @@ class LaneWork:
         self._num_tokens += lane_tokens
         self._num_busiest += int(lane_tokens.max())
 
+    def waited(self, lane: int, prefix_wait_s: float) -> None:
+        """prefix_wait_s: of this lane's rank since the start, as its last result says."""
+        self._prefix_wait_s[lane] = prefix_wait_s
+
     def report(self) -> dict[str, object]:
-        """computed_tokens: by lane. busiest_lane_tokens: those of the busiest lane of each step, over all steps: it is what the others wait for.
-        page_waits: see PageWaits."""
-        return {"computed_tokens": self._num_tokens.tolist(), "busiest_lane_tokens": self._num_busiest, "page_waits": self.waits.report()}
+        """computed_tokens: by lane. prefix_wait_seconds: by lane, time that attention waited for prefix pages. busiest_lane_tokens: those of the
+        busiest lane of each step, over all steps: it is what the others wait for. page_waits: see PageWaits."""
+        return {"computed_tokens": self._num_tokens.tolist(), "prefix_wait_seconds": self._prefix_wait_s,
+                "busiest_lane_tokens": self._num_busiest, "page_waits": self.waits.report()}

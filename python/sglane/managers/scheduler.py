@@ -105,6 +105,7 @@ class Scheduler:
     def add_result(self, result: StepResult) -> None:
         """One rank's result; retires every step that is now complete."""
         self._merger.add(result)
+        self._lane_work.waited(result.rank, result.prefix_wait_s)
         for merged in self._merger.complete():
             self._retire(merged)
 

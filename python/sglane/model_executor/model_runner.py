@@ -86,6 +86,7 @@ class ModelRunner:
         self._tap = tap
         self._prefetch_exchange = groups.prefetch
         self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 else None
+        self.prefix_wait_s = 0.0  # since the start, see PrefixReader
 
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
@@ -105,7 +106,9 @@ class ModelRunner:
             batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
                                  torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,
                                  expert_rows(self._experts, split.max_length), expert_rows(self._experts, max_outputs))
-            return StepForward(self._model.forward(batch), own)
+            hidden = self._model.forward(batch)
+        self.prefix_wait_s += prefix.waited_s
+        return StepForward(hidden, own)
 
     def _prefix_pages(self) -> dict[str, PrefixPages]:
         """How the prefixes of the model's planes come here; the draft's planes are read by the draft."""

@@ -40,6 +40,7 @@ LANE_CLASSES = {
 LANE_GAUGES = {"cp_lane_homes": ("homes", "Running requests that grow in a lane")}
 LANE_COUNTERS = {
     "cp_lane_computed_tokens_total": ("computed_tokens", "Tokens that a lane was given to compute"),
+    "cp_lane_prefix_wait_seconds_total": ("prefix_wait_seconds", "Time that attention in a lane waited for prefix pages of all lanes"),
     "cp_lane_evicted_pages_total": ("evicted_pages", "Pages of a lane that left the prefix cache to make room"),
     "cp_lane_home_moves_total": ("home_moves", "Requests that went on growing in a lane because the one before had no page"),
 }

@@ -95,7 +95,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     num_tokens: bytes = b""  # int32 [n] tokens accepted per slot; 0 = stalled
     tokens: bytes = b""  # int32 [sum(num_tokens)]
     logprobs: list[LogprobBlock] = []
-    forward_ms: float = 0.0
+    prefix_wait_s: float = 0.0  # time since the start that this rank's attention waited for prefix pages
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

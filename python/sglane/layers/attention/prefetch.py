@@ -1,4 +1,5 @@
 """Prefix pages one layer, or one tile, ahead of their use: one host thread per rank fetches while the layers before compute."""
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -47,6 +48,8 @@ class PrefixReader:
         self._thread = thread if wants_prefetch(plan) else None
         self._ahead: dict[tuple[str, int, int], Future[PageTile]] = {}
         self._held: dict[str, PageTile] = {}
+        #: Time that `take` took: what of the fetches was not hidden behind computing.
+        self.waited_s = 0.0
 
     def __enter__(self) -> "PrefixReader":
         if self._thread is not None:
@@ -71,10 +74,12 @@ class PrefixReader:
         """
         if name in self._held:
             self._held.pop(name).close()
+        begin_s = time.perf_counter()
         if self._thread is None:
             found = fetch(self._pages[name], self._plan, layer, tile)
         else:
             found = self._take_ahead(self._thread, name, layer, tile)
+        self.waited_s += time.perf_counter() - begin_s
         self._held[name] = found
         return found
 

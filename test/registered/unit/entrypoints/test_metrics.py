@@ -134,7 +134,7 @@ def test_the_planners_figures(measured):
             assert total(samples, f"cp_lane_{kind}_pages", cp_lane=str(lane)) == count
     lanes = STATE["lanes"]
     for name, key in (("cp_lane_homes", "homes"), ("cp_lane_home_moves_total", "home_moves"), ("cp_lane_evicted_pages_total", "evicted_pages"),
-                      ("cp_lane_computed_tokens_total", "computed_tokens")):
+                      ("cp_lane_computed_tokens_total", "computed_tokens"), ("cp_lane_prefix_wait_seconds_total", "prefix_wait_seconds")):
         assert [total(samples, name, cp_lane=str(lane)) for lane in (0, 1)] == lanes[key]
     assert total(samples, "cp_busiest_lane_tokens_total") == 200 and total(samples, "stalls_total") == 4
     assert total(samples, "cp_lane_page_waits_total", cp_lane="1", reason="short") == 2

@@ -1,5 +1,6 @@
 """The prefix plan of a step, the thread that fetches ahead, and what travels between lanes."""
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -263,3 +264,25 @@ def test_processes_fetch_ahead_over_their_own_communicator(monkeypatch: pytest.M
         for pipe in pipes:
             pipe.send(None)
     assert outputs == model.greedy(prompt, 3)
+
+
+def test_only_what_a_fetch_is_waited_for_is_timed(plan: PrefixPlan) -> None:
+    fetched = [threading.Event() for _ in range(2 * NUM_TILES)]
+    order = iter(fetched)
+
+    def slow(layer: int) -> None:
+        time.sleep(0.1)
+        next(order).set()
+
+    with PrefixReader({"target.kv": RecordedPages(2, slow)}, plan, None) as reader:
+        for tile in range(NUM_TILES):
+            reader.take("target.kv", 0, tile)
+    assert reader.waited_s >= NUM_TILES * 0.1
+    order = iter(fetched)
+    for event in fetched:
+        event.clear()
+    with PrefixReader({"target.kv": RecordedPages(2, slow)}, plan, PrefetchThread()) as reader:
+        for event, (layer, tile) in zip(fetched, [(0, 0), (0, 1), (1, 0), (1, 1)]):
+            assert event.wait(TIMEOUT_S)  # as if the layers before computed that long
+            reader.take("target.kv", layer, tile)
+    assert reader.waited_s < 0.1
