@@ -81,11 +81,11 @@ def measure(servers: list[Server], num_prompt: int, repeats: int, vocab_size: in
         cold, suffix, other = prompt(num_prompt), prompt(SUFFIX), prompt(SUFFIX)
         few, many = [prompt(num_prompt // 8)], [prompt(num_prompt // 8) for _ in range(8)]
         cases: dict[str, Callable[[Server], float]] = {
-            f"TTFT cold {num_prompt} ms": lambda s, p=cold: s.first_token_ms(p),  # type: ignore[misc]
-            f"TTFT {SUFFIX} after {num_prompt} ms": lambda s, p=cold + suffix: s.first_token_ms(p),  # type: ignore[misc]
-            f"waiting for prefix pages in {SUFFIX} after {num_prompt}, ms": lambda s, p=cold + other: s.prefix_wait_ms(p),  # type: ignore[misc]
-            "decode b1 tok/s": lambda s, p=few: s.rate(p),  # type: ignore[misc]
-            "decode b8 tok/s": lambda s, p=many: s.rate(p),  # type: ignore[misc]
+            f"TTFT cold {num_prompt} ms": lambda s, p=cold: s.first_token_ms(p),
+            f"TTFT {SUFFIX} after {num_prompt} ms": lambda s, p=cold + suffix: s.first_token_ms(p),
+            f"waiting for prefix pages in {SUFFIX} after {num_prompt}, ms": lambda s, p=cold + other: s.prefix_wait_ms(p),
+            "decode b1 tok/s": lambda s, p=few: s.rate(p),
+            "decode b8 tok/s": lambda s, p=many: s.rate(p),
         }
         for case, action in cases.items():
             for server in servers:

@@ -17,6 +17,7 @@ import psutil
 
 from sglane.plan.io_struct import Endpoints
 from sglane.server_args import ProcessSpec, ServerArgs
+from sglane.utils.addresses import HostPort
 
 logger = logging.getLogger(__name__)
 
@@ -179,14 +180,4 @@ def _remove_if_left(lock: Path) -> None:
 
 def bind_http(host: str, port: int) -> socket.socket:
     """The public socket, bound and listening. Raises OSError at once when the port is taken."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    listener.set_inheritable(False)
-    return listener
+    return HostPort(host, port).listen(BACKLOG)

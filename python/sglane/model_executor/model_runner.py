@@ -85,7 +85,8 @@ class ModelRunner:
         self._rules = rules
         self._tap = tap
         self._prefetch_exchange = groups.prefetch
-        self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 else None
+        # Mapped pages are only copied; a thread that does so ahead takes a core from a rank that all others wait for.
+        self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 and groups.pools is None else None
         self.prefix_wait_s = 0.0  # since the start, see PrefixReader
 
     def split(self, entries: list[Entry]) -> TokenSplit:
@@ -101,9 +102,7 @@ class ModelRunner:
         own = outputs[lanes == exchange.rank]
         max_outputs = int(np.bincount(lanes, minlength=1).max())
         view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules)
-        # Mapped pages are only copied; a thread that does so ahead takes a core from a rank that all others wait for.
-        thread = None if self._pool.lanes else self._prefetch_thread
-        with PrefixReader(self._prefix_pages(), view.prefix, thread) as prefix:
+        with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread) as prefix:
             attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._tap)
             batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
                                  torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,

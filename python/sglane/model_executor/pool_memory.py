@@ -1,6 +1,5 @@
 """Memory of the KV pools: zeros, which on CPU the system hands out on first use."""
 import errno
-import logging
 import math
 import mmap
 import os
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from sglane.distributed.peers import Peers
 from sglane.distributed.shared_memory import create_file, map_file
-
-logger = logging.getLogger(__name__)
+from sglane.utils import fallback
 
 #: madvise(2): take the pages of a range now, contents unchanged (Linux 5.14).
 MADV_POPULATE_WRITE = 23
@@ -52,7 +50,7 @@ class HostMemory:
         self.lanes: list[dict[str, Tensor]] = []  # the buffers of all lanes, own included; empty without peers
         if peers is None:
             self._memory = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            want_huge_pages(self._memory)
             self.buffers = self._buffers_of(self._memory)
         else:
             self._memory = self._share(peers)
@@ -75,7 +73,7 @@ class HostMemory:
             memories.append(map_file(fd, self._num_bytes))
             os.close(fd)
         os.close(own)
-        memories[peers.rank].madvise(mmap.MADV_HUGEPAGE)  # taken only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise"
+        want_huge_pages(memories[peers.rank])  # taken only where /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise"
         self.lanes = [self._buffers_of(memory) for memory in memories]
         return memories[peers.rank]
 
@@ -97,6 +95,16 @@ class HostMemory:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                logger.info("This kernel takes the KV pool's memory at the first write of each page only.")
+                fallback.count("pool_memory_late")
                 self._ready = self._num_rows
+                return False
         return True
+
+
+def want_huge_pages(memory: mmap.mmap) -> None:
+    """Ask for them; the system may have none to give."""
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without them
+            raise

@@ -8,6 +8,7 @@ logger = logging.getLogger(__name__)
 DECLARED = {
     "tail_copy_skipped": "a hit ends inside a page, but the lane of that page has no free page: the hit is cut to the page",
     "cp_prefetch_late": "a layer's prefix pages were asked for before their prefetch had been launched: the layer waits for them",
+    "pool_memory_late": "the kernel cannot take memory ahead of its use (MADV_POPULATE_WRITE, Linux 5.14): at the first write of a page it is",
 }
 
 _counts: Counter[str] = Counter(dict.fromkeys(DECLARED, 0))

@@ -8,16 +8,10 @@ from safetensors.torch import load_file
 
 from kits.checkpoints import tiny
 from kits.real_engine import TinyModel, full_logprobs, reported_logprobs
-from sglane import environ
 from sglane.forward import expert_rows
 
 LENGTHS = (1, 7, 65, 200)
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    monkeypatch.setattr(environ, "SGLANE_POISON", True)
 
 
 @functools.lru_cache(maxsize=2)

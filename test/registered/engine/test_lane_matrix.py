@@ -23,11 +23,6 @@ FEW = [(2, 4, True, "auto"), (2, 16, False, "queries"), (4, 4, False, "keys"), (
 ALL = [case for case in itertools.product((2, 4, 8), (4, 16, 64), (False, True), DIRECTIONS) if case not in FEW]
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    monkeypatch.setattr(environ, "SGLANE_POISON", True)
-
-
 @functools.lru_cache(maxsize=1)
 def load(family):
     return TinyModel(tiny(family))

@@ -14,11 +14,6 @@ LENGTHS = (1, 7, 64, 65, 200)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    monkeypatch.setattr(environ, "SGLANE_POISON", True)
-
-
 @functools.lru_cache(maxsize=2)
 def load(family):
     path = tiny(family)

@@ -8,17 +8,10 @@ from safetensors.torch import load_file
 
 from kits.checkpoints import CHECKPOINTS, FAMILIES, tiny
 from kits.real_engine import TinyModel, full_logprobs, reported_logprobs
-from sglane import environ
 
 LENGTHS = (1, 7, 64, 65, 200)
 WHOLE = 1 << 20
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Reusable rows hold NaN: whoever reads one shows it."""
-    monkeypatch.setattr(environ, "SGLANE_POISON", True)
 
 
 @functools.lru_cache(maxsize=2)
