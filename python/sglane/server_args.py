@@ -108,6 +108,18 @@ class ServerArgs:
     cp_scratch_tokens: int = arg(131072, "prefix tokens that one layer's attention holds at once, in two tiles; longer prefixes are streamed",
                                  "Context parallelism")
 
+    enable_hierarchical_cache: bool = arg(False, "keep what leaves the device in host memory, and load it back on a hit", "Hierarchical cache",
+                                          "--enable-hicache")
+    hicache_size: float | None = arg(None, "host memory of each rank in GB (10^9 bytes), for all planes; goes before --hicache-ratio",
+                                     "Hierarchical cache")
+    hicache_ratio: float = arg(2.0, "host pages for each device page; fewer, with a warning, where memory is short", "Hierarchical cache")
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = arg(
+        "write_through", "back up every page when it is computed, or only what was hit twice; write_back is refused", "Hierarchical cache")
+    hicache_io_backend: Literal["direct", "kernel"] = arg("direct", "how pages are copied; kernel is refused", "Hierarchical cache")
+    hicache_mem_layout: Literal["page_first_direct", "page_first", "layer_first", "page_head"] = arg(
+        "page_first_direct", "how a record lies in host memory; the others are refused", "Hierarchical cache")
+    hicache_storage_backend: str | None = arg(None, "refused: there is no third tier", "Hierarchical cache")
+
     nnodes: int = arg(1, "hosts of this server; each runs --cp-size / --nnodes ranks", "Nodes")
     node_rank: int = arg(0, "this host's number; 0 has the HTTP server and the planner, the others only ranks", "Nodes")
     dist_init_addr: str | None = arg(None, "HOST:PORT of node 0, the same on all nodes; uses three ports from PORT on", "Nodes")
@@ -147,8 +159,31 @@ class ServerArgs:
             raise ConfigError("--grammar-backend llguidance needs the package llguidance: pip install 'sglane[llguidance]'")
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
+        self._check_hicache()
         self._check_nodes()
         return self
+
+    def _check_hicache(self) -> None:
+        refused = {
+            "hicache_write_policy": ("write_back", "a page that leaves the device would have to wait for its copy"),
+            "hicache_io_backend": ("kernel", "it needs copy kernels for GPUs, which this release does not have; use direct"),
+        }
+        for name, (value, why) in refused.items():
+            if getattr(self, name) == value:
+                raise ConfigError(f"{flag_of(name)} {value} is not supported: {why}")
+        if self.hicache_mem_layout != "page_first_direct":
+            raise ConfigError(f"--hicache-mem-layout {self.hicache_mem_layout} is not supported: pools are page first on the device, so records are too; "
+                              "use page_first_direct")
+        if self.hicache_storage_backend is not None:
+            raise ConfigError(f"--hicache-storage-backend {self.hicache_storage_backend} is not supported: there is no third tier")
+        if self.hicache_size is not None and self.hicache_size <= 0:
+            raise ConfigError(f"--hicache-size must be greater than 0, got {self.hicache_size:g}")
+        if self.hicache_ratio <= 0:
+            raise ConfigError(f"--hicache-ratio must be greater than 0, got {self.hicache_ratio:g}")
+        if self.hicache_size is not None and not self.enable_hierarchical_cache:
+            raise ConfigError("--hicache-size needs --enable-hierarchical-cache")
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise ConfigError("--enable-hierarchical-cache and --disable-radix-cache exclude each other: without prefix reuse there is nothing to keep")
 
     def _check_nodes(self) -> None:
         if self.nnodes < 1:

@@ -4,8 +4,10 @@ Arrays travel as raw little-endian bytes (`np.ndarray.tobytes`); the element typ
 delta: the executors keep the slot table, so a decode step carries little more than slot ids and new pages.
 
 An executor carries out a `StepPlan` in this order:
-    releases > row updates > poison (debug) > starts > tail copies > extends and continues (one forward) > sampling > step exchange
-and answers with exactly one `StepResult`. Plans are numbered consecutively from 1; a gap is fatal.
+    releases > row updates > poison (debug) > starts > tail copies > loads and backups of earlier rows begin > extends and continues (one
+    forward; the backup of a layer's new rows begins when the layer has been computed) > sampling > step exchange
+and answers with exactly one `StepResult`. Loads and backups are tickets: they end when they end, and each lane that has pages of one says so
+with a `TicketEnded`. Plans are numbered consecutively from 1; a gap is fatal.
 """
 import msgspec
 
@@ -37,6 +39,24 @@ class TailCopy(msgspec.Struct, frozen=True, array_like=True):
     src_page: int
     dst_page: int
     num_tokens: int
+    from_host: bool = False  # src_page is a host page: the rows come from its record
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """Load-back: whole records of the host pool to pages of the same lanes, all planes, layer by layer. Loads are carried out in plan order."""
+
+    ticket: int
+    host_pages: bytes  # int32 [n]
+    device_pages: bytes  # int32 [n]
+
+
+class Backup(msgspec.Struct, frozen=True, array_like=True):
+    """Whole pages to records of the host pool in the same lanes, all planes."""
+
+    ticket: int
+    device_pages: bytes  # int32 [n]
+    host_pages: bytes  # int32 [n]
+    is_written: bool  # True: their rows are of earlier steps, all layers are due at once; False: a layer is due when this step has computed it
 
 
 class Extend(msgspec.Struct, frozen=True, array_like=True):
@@ -67,8 +87,12 @@ class StepPlan(msgspec.Struct, frozen=True, tag="plan"):
     releases: bytes = b""  # int32 [n] slots that are free again
     row_updates: list[RowUpdate] = []
     poison: bytes = b""  # int32 [n] pages that became reusable; filled only in poison mode
+    poison_host: bytes = b""  # int32 [n] the same of host pages
     starts: list[SlotStart] = []
     tail_copies: list[TailCopy] = []
+    loads: list[Load] = []
+    backups: list[Backup] = []
+    needs_load: int = 0  # ticket: extends read a layer only when this load and those before it have brought it; 0: nothing to wait for
     extends: list[Extend] = []
     continues: Continues = Continues()
 
@@ -106,6 +130,15 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     layer: int
 
 
+class TicketEnded(msgspec.Struct, frozen=True, tag="ticket_ended"):
+    """A rank has carried out its part of a load or backup."""
+
+    rank: int
+    ticket: int
+    num_bytes: int  # copied by this rank
+    duration_s: float  # from its begin to its end on this rank
+
+
 class FallbackCounts(msgspec.Struct, frozen=True, tag="fallback_counts"):
     """Declared slower paths that a rank has taken since its start, by name; sent when a number has changed."""
 
@@ -134,6 +167,7 @@ class ExecutorReady(msgspec.Struct, frozen=True, tag="ready"):
     vocab_size: int
     device_name: str
     address: str = ""  # where the rank takes plans
+    max_host_rows: int = 0  # host records that this rank can hold, the sink row included; 0: no host tier
 
 
 class PoolInit(msgspec.Struct, frozen=True, tag="pool_init"):
@@ -142,6 +176,7 @@ class PoolInit(msgspec.Struct, frozen=True, tag="pool_init"):
     num_rows: int  # per lane, sink row 0 included
     num_slots: int
     max_pages_per_slot: int
+    num_host_rows: int = 0  # per lane, sink row 0 included; 0: no host tier
 
 
 class PoolReady(msgspec.Struct, frozen=True, tag="pool_ready"):
@@ -175,4 +210,4 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 ToExecutor = PoolInit | StepPlan | PrepareGrammar | StartProfile | StopProfile | SetLogLevel | Stop
-FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | FallbackCounts | GrammarReady | ProfileDone | ExecutorError
+FromExecutor = ExecutorReady | PoolReady | StepResult | Progress | TicketEnded | FallbackCounts | GrammarReady | ProfileDone | ExecutorError
