@@ -172,8 +172,8 @@ class ServerArgs:
             if getattr(self, name) == value:
                 raise ConfigError(f"{flag_of(name)} {value} is not supported: {why}")
         if self.hicache_mem_layout != "page_first_direct":
-            raise ConfigError(f"--hicache-mem-layout {self.hicache_mem_layout} is not supported: pools are page first on the device, so records are too; "
-                              "use page_first_direct")
+            raise ConfigError(f"--hicache-mem-layout {self.hicache_mem_layout} is not supported: pages are whole on the device, and so are their "
+                              "records; use page_first_direct")
         if self.hicache_storage_backend is not None:
             raise ConfigError(f"--hicache-storage-backend {self.hicache_storage_backend} is not supported: there is no third tier")
         if self.hicache_size is not None and self.hicache_size <= 0:
@@ -183,7 +183,7 @@ class ServerArgs:
         if self.hicache_size is not None and not self.enable_hierarchical_cache:
             raise ConfigError("--hicache-size needs --enable-hierarchical-cache")
         if self.enable_hierarchical_cache and self.disable_radix_cache:
-            raise ConfigError("--enable-hierarchical-cache and --disable-radix-cache exclude each other: without prefix reuse there is nothing to keep")
+            raise ConfigError("--enable-hierarchical-cache needs prefix reuse: it and --disable-radix-cache exclude each other")
 
     def _check_nodes(self) -> None:
         if self.nnodes < 1:

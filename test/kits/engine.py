@@ -6,10 +6,10 @@ import numpy as np
 
 from sglane.managers.limits import Limits
 from sglane.managers.scheduler import Scheduler
-from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.kv_ledger import HostOptions, KVLedger
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.io_struct import GenerateRequest, RequestOutput, SamplingParams
-from sglane.plan.step_plan import StepPlan, StepResult
+from sglane.plan.step_plan import StepPlan, StepResult, TicketEnded
 
 
 class RunsPlans(Protocol):
@@ -18,12 +18,23 @@ class RunsPlans(Protocol):
     def run(self, plan: StepPlan) -> list[StepResult]: ...
 
 
+class EndsTickets(Protocol):
+    """The copies of all ranks."""
+
+    def ended(self) -> list[TicketEnded]:
+        """Those that have ended since the last call, which comes once a turn."""
+        ...
+
+
 class Engine:
     """Results come back one turn after their plan, so with overlap two steps are unretired."""
 
     def __init__(self, executor: RunsPlans, layout: PageLayout, num_rows: int, num_slots: int, chunk: int, overlap: bool = True, **limits: Any):
+        """limits: further fields of Limits; host: HostOptions of the host tier, copies: its EndsTickets."""
         self.layout = layout
-        self.ledger = KVLedger(layout, num_rows, num_slots, prefix_cache=limits.get("reuse_prefixes", True), record_reusable=True)
+        host: HostOptions | None = limits.pop("host", None)
+        self.copies: EndsTickets | None = limits.pop("copies", None)
+        self.ledger = KVLedger(layout, num_rows, num_slots, prefix_cache=limits.get("reuse_prefixes", True), record_reusable=True, host=host)
         self.max_tokens = (num_rows - 1) * layout.cp_size * layout.page_size - layout.page_size
         self.scheduler = Scheduler(self.ledger, layout, Limits(num_slots, self.max_tokens, chunk, 2 if overlap else 1, **limits), layout.cp_size)
         self.executor = executor
@@ -50,6 +61,10 @@ class Engine:
             happened = True
             for result in self._under_way.popleft():
                 self.scheduler.add_result(result)
+        if self.copies is not None:
+            happened = happened or self.ledger.has_open_tickets()
+            for message in self.copies.ended():
+                self.scheduler.ticket_ended(message.ticket, message.rank)
         self.ledger.audit()
         for output in self.scheduler.take_outputs():
             self.outputs[output.rid] += np.frombuffer(output.token_ids, np.int32).tolist()
@@ -69,4 +84,5 @@ class Engine:
         state: Any = self.scheduler.kv_ledger()
         assert state["leases"] == 0 and state["requests"] == 0, state
         assert state["slots"]["free"] == state["slots"]["total"], state
-        assert sum(state["device"]["held"]) == 0 and sum(state["device"]["tickets"]) == 0, state
+        for tier in ("device", "host"):
+            assert sum(state[tier]["held"]) == 0 and sum(state[tier]["tickets"]) == 0, state

@@ -4,10 +4,10 @@ Any wrong page, early reuse, wrong tail copy or stale row changes the answer, so
 """
 import numpy as np
 
+from kits.fake_copies import POISON, FakeCopies
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.step_plan import StepPlan, StepResult
 
-POISON = -7
 VOCAB = 997
 
 
@@ -28,13 +28,15 @@ def expected_output(prompt: np.ndarray, num_tokens: int) -> list[int]:
 class FakeExecutor:
     """Carries out plans at once; `results` are per rank, as real ranks would answer."""
 
-    def __init__(self, layout: PageLayout, num_rows: int, num_slots: int):
+    def __init__(self, layout: PageLayout, num_rows: int, num_slots: int, num_host_rows: int = 1, seed: int = 0, most_turns: int = 0):
+        """num_host_rows, seed, most_turns: see FakeCopies."""
         self._layout = layout
         self._pool = np.full((num_rows * layout.cp_size, layout.page_size), POISON, dtype=np.int64)
         self._rows: list[list[int]] = [[] for _ in range(num_slots)]
         self._lengths = [0] * num_slots
         self._last = [POISON] * num_slots
         self._step = 0
+        self.copies = FakeCopies(layout, num_host_rows, self._pool, seed, most_turns)
 
     def _position(self, slot: int, position: int) -> tuple[int, int]:
         page = self._rows[slot][position // self._layout.page_size]
@@ -62,7 +64,9 @@ class FakeExecutor:
             self._lengths[start.slot] = start.num_cached_tokens
         for copy in plan.tail_copies:
             assert copy.src_page % self._layout.cp_size == copy.dst_page % self._layout.cp_size, "a tail copy crosses lanes"
-            self._pool[copy.dst_page, : copy.num_tokens] = self._pool[copy.src_page, : copy.num_tokens]
+            source = self.copies.host if copy.from_host else self._pool
+            self._pool[copy.dst_page, : copy.num_tokens] = source[copy.src_page, : copy.num_tokens]
+        self.copies.begin(plan)
         sampled = []
         for extend in plan.extends:
             self._rows[extend.slot] += np.frombuffer(extend.pages, np.int32).tolist()
@@ -80,6 +84,7 @@ class FakeExecutor:
             del pages[:count]
             self._feed(slot, self._last[slot])
             sampled.append(slot)
+        self.copies.end(plan)
         return self._sample(plan.step, sampled)
 
     def _sample(self, step: int, slots: list[int]) -> list[StepResult]:

@@ -1,4 +1,5 @@
 """The in-process engine over real weights: a tiny checkpoint, one rank or several ranks as threads."""
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from kits.engine import Engine
 from kits.thread_ranks import ThreadGroup
 from sglane.configs.model_config import load_model_config
 from sglane.layers.moe.shard import ExpertShard
+from sglane.mem_cache.kv_ledger import HostOptions
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.model_executor.executor import Executor, Grammars
 from sglane.model_executor.loader import load_model
 from sglane.models.causal_lm import CausalLM
-from sglane.plan.step_plan import PoolInit, StepPlan, StepResult
+from sglane.plan.step_plan import PoolInit, StepPlan, StepResult, TicketEnded
 from sglane.server_args import ServerArgs
 
 
@@ -39,6 +41,28 @@ class ThreadRanks:
         return self._group.run(lambda rank: self._executors[rank].run(plan))
 
 
+class RealCopies:
+    """What the copy threads of all ranks say. A rank's TicketReporter, and the engine's EndsTickets."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[TicketEnded] = queue.SimpleQueue()
+
+    def send(self, message: TicketEnded) -> None:
+        self._queue.put(message)
+
+    def close(self) -> None:
+        pass
+
+    def ended(self) -> list[TicketEnded]:
+        found = []
+        try:
+            found.append(self._queue.get(timeout=0.001))
+            while True:
+                found.append(self._queue.get_nowait())
+        except queue.Empty:
+            return found
+
+
 class TinyModel:
     """A loaded checkpoint that many engines share; with several ranks, each has its own share of the experts."""
 
@@ -51,30 +75,38 @@ class TinyModel:
 
     def engine(self, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True, tap: Any = None,
                grammars: Grammars | None = None, scratch_tokens: int = 1 << 17, **limits: Any) -> Engine:
-        """A fresh pool and slot table; `tap` sees the selected index sets."""
+        """A fresh pool and slot table; `tap` sees the selected index sets. limits: also num_host_pages, min_hits (see HostOptions)."""
+        host = host_options(limits, 1)
         executor = Executor(self.config, self.weights, self._args(page_size, 1, scratch_tokens), tap=tap)
         if grammars is not None:
             executor.use_grammars(grammars)
-        executor.init_pool(PoolInit(num_pages + 1, num_slots, num_pages))
-        return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, **limits)
+        copies = self._init(executor, PoolInit(num_pages + 1, num_slots, num_pages, host.num_rows if host else 0), RealCopies())
+        return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, host=host, copies=copies, **limits)
 
     def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
               make_grammars: Callable[[], Grammars] | None = None, scratch_tokens: int = 1 << 17, mapped: bool = False, **limits: Any) -> Engine:
         """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank. mapped: ranks read the pools of
         all lanes in place."""
         num_rows = num_pages // cp_size + 1
+        host, copies = host_options(limits, cp_size), RealCopies()
         group, executors = ThreadGroup(cp_size), []
         weights = self.shards(cp_size)
         for rank in range(cp_size):
             executor = Executor(self.config, weights[rank], self._args(page_size, cp_size, scratch_tokens), rank, group.groups(rank))
             if make_grammars is not None:
                 executor.use_grammars(make_grammars())
-            executor.init_pool(PoolInit(num_rows, num_slots, num_pages))
+            self._init(executor, PoolInit(num_rows, num_slots, num_pages, host.num_rows if host else 0), copies)
             executors.append(executor)
         if mapped:
             for executor in executors:
                 executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
-        return Engine(ThreadRanks(executors, group), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, **limits)
+        return Engine(ThreadRanks(executors, group), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, host=host, copies=copies,
+                      **limits)
+
+    def _init(self, executor: Executor, init: PoolInit, copies: RealCopies) -> RealCopies:
+        executor.use_reporter(lambda: copies)
+        executor.init_pool(init)
+        return copies
 
     def shards(self, cp_size: int) -> list[CausalLM]:
         """The weights of each rank; dense models are whole on all of them."""
@@ -90,6 +122,12 @@ class TinyModel:
     def _args(self, page_size: int, cp_size: int, scratch_tokens: int) -> ServerArgs:
         return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1,
                           cp_scratch_tokens=scratch_tokens)
+
+
+def host_options(limits: dict[str, Any], cp_size: int) -> HostOptions | None:
+    """Takes its fields out of `limits`; num_host_pages counts all lanes."""
+    num_pages, min_hits = limits.pop("num_host_pages", 0), limits.pop("min_hits", 1)
+    return HostOptions(num_pages // cp_size + 1, min_hits) if num_pages else None
 
 
 def full_logprobs(vocab_size: int) -> dict[str, Any]:

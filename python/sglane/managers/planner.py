@@ -10,7 +10,7 @@ from sglane import environ
 from sglane.managers.limits import Limits
 from sglane.managers.reporter import Reporter
 from sglane.managers.scheduler import Scheduler
-from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.kv_ledger import HostOptions, KVLedger
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.io_struct import (
     AbortRequest,
@@ -45,6 +45,7 @@ from sglane.plan.step_plan import (
     Progress,
     StepResult,
     Stop,
+    TicketEnded,
     ToExecutor,
 )
 from sglane.server_args import ConfigError, ProcessSpec, ServerArgs
@@ -60,6 +61,8 @@ MAX_WAIT_MS = 200
 HEARTBEAT_S = 1.0
 DEFAULT_RUNNING_REQUESTS_CPU = 64
 DEFAULT_RUNNING_REQUESTS_GPU = 256
+#: --hicache-write-policy -> how often a page must have been hit before it is backed up; 1: when it is computed.
+MIN_HITS = {"write_through": 1, "write_through_selective": 2}
 #: Pages a lone request must leave free: the source of its tail copy stays leased until the copy has run.
 SPARE_PAGES = 1
 
@@ -73,6 +76,7 @@ class Sizes:
     """What all ranks agreed on at start-up."""
 
     num_rows: int  # per lane, sink row included
+    num_host_rows: int  # the same of the host tier; 0: none
     num_slots: int
     context_length: int
     max_request_tokens: int
@@ -97,7 +101,23 @@ def agree_on_sizes(args: ServerArgs, layout: PageLayout, ready: list[ExecutorRea
         logger.warning("requests are limited to %d tokens by the KV pool; the context length is %d", max_request_tokens, context_length)
     default_slots = DEFAULT_RUNNING_REQUESTS_CPU if ready[0].device_name == "cpu" else DEFAULT_RUNNING_REQUESTS_GPU
     num_slots = args.max_running_requests or default_slots
-    return Sizes(num_rows, num_slots, context_length, max_request_tokens)
+    return Sizes(num_rows, agree_on_host_rows(args, num_rows, ready), num_slots, context_length, max_request_tokens)
+
+
+def agree_on_host_rows(args: ServerArgs, num_rows: int, ready: list[ExecutorReady]) -> int:
+    """Rows of the host pool of a lane, sink row included; 0 without a host tier. Raises ConfigError when no page fits."""
+    if not args.enable_hierarchical_cache:
+        return 0
+    num_host_rows = most = min(rank.max_host_rows for rank in ready)
+    if args.hicache_size is None:
+        wanted = int(args.hicache_ratio * (num_rows - 1)) + 1
+        num_host_rows = min(wanted, most)
+        if num_host_rows < wanted:
+            logger.warning("--hicache-ratio %g asks for %d host pages per rank, but memory has room for %d", args.hicache_ratio, wanted - 1, most - 1)
+    if num_host_rows < 2:
+        raise ConfigError(f"the host tier would have no page of {ready[0].num_bytes_per_page} bytes: raise --hicache-size or --hicache-ratio, "
+                          "or lower --page-size")
+    return num_host_rows
 
 
 def check_likeness(ready: list[ExecutorReady]) -> None:
@@ -108,6 +128,11 @@ def check_likeness(ready: list[ExecutorReady]) -> None:
                                    ("vocabulary size", first.vocab_size, rank.vocab_size)):
             if ours != theirs:
                 raise EngineFailure(f"ranks 0 and {rank.rank} differ in {what}: {ours} and {theirs}")
+
+
+def host_options(args: ServerArgs, num_host_rows: int) -> HostOptions | None:
+    """What the ledger is told of the host tier."""
+    return HostOptions(num_host_rows, MIN_HITS[args.hicache_write_policy]) if num_host_rows else None
 
 
 class Planner:
@@ -140,11 +165,12 @@ class Planner:
         self._to_executors = [Sender(self._context, rank.address) for rank in ready]
         self.sizes = agree_on_sizes(self._args, self._layout, ready)
         max_pages_per_slot = self._layout.num_pages(self.sizes.max_request_tokens)
-        self._broadcast(PoolInit(self.sizes.num_rows, self.sizes.num_slots, max_pages_per_slot))
+        self._broadcast(PoolInit(self.sizes.num_rows, self.sizes.num_slots, max_pages_per_slot, self.sizes.num_host_rows))
         self._collect(PoolReady)
         args = self._args
         ledger = KVLedger(
-            self._layout, self.sizes.num_rows, self.sizes.num_slots, prefix_cache=not args.disable_radix_cache, record_reusable=environ.SGLANE_POISON
+            self._layout, self.sizes.num_rows, self.sizes.num_slots, prefix_cache=not args.disable_radix_cache, record_reusable=environ.SGLANE_POISON,
+            host=host_options(args, self.sizes.num_host_rows),
         )
         limits = Limits(
             max_running_requests=self.sizes.num_slots,
@@ -162,6 +188,7 @@ class Planner:
             "devices": [rank.device_name for rank in ready],
             "weight_bytes": [rank.weight_bytes for rank in ready],
             "kvcache_bytes": [rank.num_bytes_per_page * self.sizes.num_rows for rank in ready],
+            "host_kvcache_bytes": [rank.num_bytes_per_page * self.sizes.num_host_rows for rank in ready],
             "token_capacity": ledger.num_tokens_total,
             "planes": [msgspec.to_builtins(plane) for plane in ready[0].planes],
         }
@@ -225,6 +252,9 @@ class Planner:
             self.scheduler.add_result(message)
             if environ.SGLANE_DEBUG_LEDGER:
                 self.scheduler.ledger.audit()
+        elif isinstance(message, TicketEnded):
+            self._host_work.ended("load" if message.is_load else "backup", message.num_bytes, message.duration_s)
+            self.scheduler.ticket_ended(message.ticket, message.rank)
         elif isinstance(message, Progress):
             self._last_progress_s[message.rank] = time.monotonic()
         elif isinstance(message, FallbackCounts):

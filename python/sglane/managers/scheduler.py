@@ -1,6 +1,5 @@
 """The planner's one loop body: take messages, retire steps, plan the next step. No sockets, no clocks, no torch."""
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +108,10 @@ class Scheduler:
         for merged in self._merger.complete():
             self._retire(merged)
 
+    def ticket_ended(self, ticket: int, rank: int) -> None:
+        """A rank has carried out its part of a load or backup."""
+        self.ledger.ticket_ended(ticket, rank)
+
     def _retire(self, merged: MergedStep) -> None:
         issued = self._issued.popleft()
         assert issued.step == merged.step, f"step {merged.step} retired, expected {issued.step}"
@@ -212,7 +215,7 @@ class Scheduler:
     # --- pause -------------------------------------------------------------------------------------------------------
 
     def pause(self, mode: str) -> None:
-        """No new steps until `resume`; see PauseGeneration. What is under way still retires, and nothing is lost."""
+        """No new steps until `resume`, but for backups; see PauseGeneration. What is under way still retires, and nothing is lost."""
         self._paused = True
         if self._next_in is not None:
             self._cancel_next_in()
@@ -229,19 +232,14 @@ class Scheduler:
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be issued now."""
-        if self._paused or len(self._issued) >= self.limits.max_unretired_steps:
+        if len(self._issued) >= self.limits.max_unretired_steps:
             return None
-        builder = StepBuilder(self._next_step, self._layout)
-        for request in self._by_seniority():
-            if request.rid not in self._running:
-                continue  # retracted in favour of an older one
-            if request.phase is Phase.PREFILL:
-                self._plan_chunk(builder, request)
-            elif request.can_continue():
-                self._plan_continue(builder, request)
-        self._plan_admissions(builder)
-        self._carry.add_poison(self.ledger.drain_reusable())
-        if builder.is_empty():
+        builder = StepBuilder(self._next_step, self._layout, any(request.can_continue() for request in self._running.values()))
+        if not self._paused:
+            self._plan_requests(builder)
+        self._carry.add_poison(self.ledger.drain_reusable(), self.ledger.drain_reusable_host())
+        self._carry.add_backups(self.ledger.take_backups())
+        if builder.is_empty() and not self._carry.backups:
             return None
         plan = builder.build(self._carry)
         self._carry = Carry()
@@ -257,6 +255,16 @@ class Scheduler:
         )
         return plan
 
+    def _plan_requests(self, builder: StepBuilder) -> None:
+        for request in self._by_seniority():
+            if request.rid not in self._running:
+                continue  # retracted in favour of an older one
+            if request.phase is Phase.PREFILL:
+                self._plan_chunk(builder, request)
+            elif request.can_continue():
+                self._plan_continue(builder, request)
+        self._plan_admissions(builder)
+
     def _by_seniority(self) -> list[Request]:
         """Who gets pages first; retraction takes from the other end."""
         return sorted(self._running.values(), key=lambda item: (-item.priority, item.admitted().order))
@@ -271,13 +279,14 @@ class Scheduler:
 
     def _plan_chunk(self, builder: StepBuilder, request: Request) -> None:
         budget = self.limits.chunk_tokens - builder.num_extend_tokens
-        if budget <= 0:
+        if budget <= 0 or not builder.takes_load(self.ledger.pending_load(request.admitted().holding)):
             return
         start = request.admitted().num_rows_issued
         num_rows = chunk_rows(start, request.num_rows_to_prefill(), budget, self._layout.page_size)
         pages = self._cover(builder, request, start + num_rows, decode=False)
         if pages is not None:
             builder.extend(request, num_rows, pages)
+            self.ledger.plan_backup(request.admitted().holding, request.key(), start + num_rows)
 
     def _cover(self, builder: StepBuilder, request: Request, num_rows: int, *, decode: bool) -> npt.NDArray[np.int32] | None:
         """Pages so that `num_rows` rows are covered; takes them from the youngest if need be. None: not in this step."""
@@ -296,7 +305,7 @@ class Scheduler:
             youngest = self._by_seniority()[-1]
             if youngest is not request:
                 self._retract(youngest)
-            elif len(self._running) > 1 or self._issued:
+            elif len(self._running) > 1 or self._issued or self.ledger.has_open_tickets():
                 return None  # older ones go first
             else:
                 self._abort(request, FinishReason(kind="abort", message=OUT_OF_KV, status_code=503))
@@ -329,7 +338,7 @@ class Scheduler:
         """Take in one request with its first chunk. False: it does not fit now."""
         holding = self._matched(request)
         start, page_size = holding.num_cached_tokens, self._layout.page_size
-        num_hit_pages = start // page_size
+        num_hit_pages = holding.num_cached_device // page_size
         needed = self._layout.num_pages(request.num_known_tokens + 1) - num_hit_pages
         promised = self._reserve.num_pages(iter(self._running.values()))
         if self._running and needed + promised > int(self.ledger.available().sum()):
@@ -345,7 +354,7 @@ class Scheduler:
                 self._next_in = (request, holding)  # keeps the lease and what was evicted for it
                 return False
             self.ledger.cancel(holding)
-            if not self._running and not self._leaving and not self._issued:
+            if not self._running and not self._leaving and not self._issued and not self.ledger.has_open_tickets():
                 self._abort(request, FinishReason(kind="abort", message=OUT_OF_KV, status_code=503))
             return False
         self._waiting.remove(request)
@@ -354,7 +363,7 @@ class Scheduler:
         self._num_admitted += 1
         self._running[request.rid] = request
         builder.start(request, admission)
-        builder.extend(request, end - admission.num_cached_tokens, np.empty(0, np.int32))
+        self._plan_chunk(builder, request)
         return True
 
     def _matched(self, request: Request) -> Holding:
@@ -380,9 +389,6 @@ class Scheduler:
         """No request object anywhere and no step under way."""
         return not self._requests and not self._leaving and not self._issued
 
-    def unfinished(self) -> Iterator[str]:
-        return iter(self._requests)
-
     @property
     def oldest_unretired_step(self) -> int | None:
         return self._issued[0].step if self._issued else None
@@ -401,7 +407,7 @@ class Scheduler:
 
     def flush(self) -> bool:
         """Drop the prefix cache; False while anything is under way. In a pause, requests that wait may go on waiting."""
-        if self._running or self._leaving or self._issued or (self._requests and not self._paused):
+        if self._running or self._leaving or self._issued or (self._requests and not self._paused) or self.ledger.has_open_tickets():
             return False
         self.ledger.flush()
         return True

@@ -5,9 +5,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglane.managers.request import Request
-from sglane.mem_cache.kv_ledger import Admission, RowChange
+from sglane.mem_cache.kv_ledger import Admission, BackupOrder, RowChange
 from sglane.mem_cache.page_layout import LaneCounts, PageLayout
-from sglane.plan.step_plan import Continues, Extend, RowUpdate, SlotStart, StepPlan, TailCopy
+from sglane.plan.step_plan import Backup, Continues, Extend, Load, RowUpdate, SlotStart, StepPlan, TailCopy
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Carry:
     releases: list[int] = field(default_factory=list)  # slots
     row_updates: list[RowUpdate] = field(default_factory=list)
     poison: list[npt.NDArray[np.int32]] = field(default_factory=list)  # pages
+    poison_host: list[npt.NDArray[np.int32]] = field(default_factory=list)  # host pages
+    backups: list[Backup] = field(default_factory=list)
 
     def release(self, slot: int) -> None:
         self.releases.append(slot)
@@ -44,16 +46,24 @@ class Carry:
     def change_row(self, slot: int, change: RowChange) -> None:
         self.row_updates.append(RowUpdate(slot, change.first_page, change.pages.astype(np.int32).tobytes()))
 
-    def add_poison(self, pages: npt.NDArray[np.int32]) -> None:
+    def add_poison(self, pages: npt.NDArray[np.int32], host_pages: npt.NDArray[np.int32]) -> None:
         if len(pages):
             self.poison.append(pages)
+        if len(host_pages):
+            self.poison_host.append(host_pages)
+
+    def add_backups(self, orders: list[BackupOrder]) -> None:
+        for order in orders:
+            self.backups.append(Backup(order.ticket, order.device_pages.tobytes(), order.host_pages.tobytes(), order.is_written))
 
 
 class StepBuilder:
     """One step under construction."""
 
-    def __init__(self, step: int, layout: PageLayout):
+    def __init__(self, step: int, layout: PageLayout, has_continues: bool):
+        """has_continues: some request may decode in this step, so it must not wait for loads."""
         self.step = step
+        self._has_continues = has_continues
         self.entries: list[Entry] = []
         self.num_extend_tokens = 0
         self.num_cached_tokens = 0
@@ -64,11 +74,13 @@ class StepBuilder:
         self._continue_lanes: list[int] = []  # not in _lane_tokens yet
         self._starts: list[SlotStart] = []
         self._tail_copies: list[TailCopy] = []
+        self._loads: list[Load] = []
+        self._needs_load = 0
         self._extends: list[Extend] = []
         self._continues: list[tuple[int, npt.NDArray[np.int32]]] = []
 
     def is_empty(self) -> bool:
-        return not self.entries
+        return not self.entries and not self._starts
 
     @property
     def num_starts(self) -> int:
@@ -90,7 +102,7 @@ class StepBuilder:
         self._lane_tokens[layout.lane(int(pages[last]))] -= (last + 1) * layout.page_size - end
 
     def start(self, request: Request, admission: Admission) -> None:
-        """A request takes its slot. Its first extend follows."""
+        """A request takes its slot. Its first extend follows, in this step or, if it has to wait for a load, in a later one."""
         self.started_rids.append(request.rid)
         history = request.tokens(0, admission.num_cached_tokens).tobytes() if request.sampling.needs_history() else b""
         pages = admission.pages.astype(np.int32)
@@ -99,7 +111,17 @@ class StepBuilder:
         )
         if admission.tail_copy is not None:
             self._tail_copies.append(TailCopy(*admission.tail_copy))
+        if admission.load is not None:
+            order = admission.load
+            self._loads.append(Load(order.ticket, order.host_pages.tobytes(), order.device_pages.tobytes()))
         self.num_cached_tokens += admission.num_cached_tokens
+
+    def takes_load(self, ticket: int) -> bool:
+        """Whether an extend that reads what this load brings may be in the step, which then waits for it layer by layer. 0: no load."""
+        if ticket and self._has_continues:
+            return False
+        self._needs_load = max(self._needs_load, ticket)
+        return True
 
     def extend(self, request: Request, num_rows: int, new_pages: npt.NDArray[np.int32]) -> None:
         """Feed the next `num_rows` known tokens."""
@@ -135,14 +157,22 @@ class StepBuilder:
             counts = np.array([len(pages) for _, pages in self._continues], dtype=np.int32)
             pages = np.concatenate([pages for _, pages in self._continues]).astype(np.int32)
             continues = Continues(slots.tobytes(), np.ones_like(slots).tobytes(), counts.tobytes(), pages.tobytes())
-        poison = np.concatenate(carry.poison).astype(np.int32).tobytes() if carry.poison else b""
         return StepPlan(
             step=self.step,
             releases=np.array(carry.releases, dtype=np.int32).tobytes(),
             row_updates=carry.row_updates,
-            poison=poison,
+            poison=_joined(carry.poison),
+            poison_host=_joined(carry.poison_host),
             starts=self._starts,
             tail_copies=self._tail_copies,
+            loads=self._loads,
+            backups=carry.backups,
+            needs_load=self._needs_load,
             extends=self._extends,
             continues=continues,
         )
+
+
+def _joined(parts: list[npt.NDArray[np.int32]]) -> bytes:
+    """int32, one after another."""
+    return np.concatenate(parts).astype(np.int32).tobytes() if parts else b""

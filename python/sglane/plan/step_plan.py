@@ -135,6 +135,7 @@ class TicketEnded(msgspec.Struct, frozen=True, tag="ticket_ended"):
 
     rank: int
     ticket: int
+    is_load: bool
     num_bytes: int  # copied by this rank
     duration_s: float  # from its begin to its end on this rank
 
