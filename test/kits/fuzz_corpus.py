@@ -15,15 +15,17 @@ GRAMMARS: dict[str, Any] = {
     "json_schema": SCHEMA, "regex": "[ab]{2,4}", "ebnf": 'root ::= "a" | "b" root',
     "structural_tag": {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]},
 }
+SESSION: dict[str, Any] = {"id": "s", "rid": "native", "offset": -1, "replace": True, "drop_previous_output": False}
 OPENAI: dict[str, Any] = {
     "model": "default", "seed": 3, "min_tokens": 2, "max_tokens": 6, "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     "user": "u", "rid": "named", "priority": 2, "cache_salt": "salt", "extra_key": "key", "return_cached_tokens_details": True, "best_of": 2,
+    "session_params": SESSION,
     "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
 }
 NATIVE: dict[str, Any] = {
     "rid": "native", "priority": -1, "cache_salt": "salt", "extra_key": "key", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3,
-    "token_ids_logprob": [3, 4], "return_text_in_logprobs": True, "stream": True,
+    "token_ids_logprob": [3, 4], "return_text_in_logprobs": True, "stream": True, "session_params": SESSION,
 }
 MESSAGES = [
     {"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -55,6 +57,8 @@ CORPUS: dict[str, list[dict[str, Any]]] = {
     "/v1/tokenize": [{"prompt": "x"}],
     "/v1/detokenize": [{"tokens": [1]}],
     "/abort_request": [{"rid": "named"}, {"rid": ["native", "r1"]}, {"abort_all": True}, {}],
+    "/open_session": [{"capacity_of_str_len": 1000, "session_id": "s", "streaming": True, "timeout": 30.0}, {"capacity_of_str_len": 0}],
+    "/close_session": [{"session_id": "s"}, {"session_id": "none"}],
     "/flush_cache": [{}],
     "/configure_logging": [{"log_requests": False}, {"log_level": "warning"}],
 }

@@ -14,6 +14,7 @@ from sglane.entrypoints.generation import Generation
 from sglane.observability.requests import Caller, RequestTracker
 from sglane.plan.io_struct import (
     AbortRequest,
+    CloseSession,
     ContinueGeneration,
     Endpoints,
     Fatal,
@@ -23,6 +24,7 @@ from sglane.plan.io_struct import (
     GetState,
     Grammar,
     Heartbeat,
+    OpenSession,
     PauseGeneration,
     PlannerReady,
     PrepareGrammar,
@@ -187,6 +189,7 @@ class EngineClient:
             self._tracker.ended(rid, "left", 0, "the client is gone", generation.text, generation.output_ids)
         else:
             self._tracker.ended(rid, finish.kind, finish.status_code, finish.message, generation.text, generation.output_ids)
+        generation.end_turn()
         claim = self._claims[generation.name]
         claim.remove(rid)
         if not claim.running:
@@ -219,6 +222,7 @@ class EngineClient:
             rid = generation.request.rid
             claim.add(rid)
             self._running[rid] = (generation, job)
+            generation.begin_turn()
             if not job.is_probe:
                 record = self._tracker.started(generation.request, generation.name, job.wants_updates, job.received_s, job.caller)
                 if record is not None and self._tracker.shows_times:
@@ -311,6 +315,10 @@ class EngineClient:
     def warm_grammars(self) -> None:
         """Have the ranks load the library and the vocabulary beside their steps; nobody waits for the answer."""
         self._sender.send(PrepareGrammar(0, Grammar("regex", "a")))
+
+    def tell_session(self, message: OpenSession | CloseSession) -> None:
+        """A session begins or ends; there is no answer."""
+        self._sender.send(message)
 
     def set_log_level(self, level: str) -> None:
         """Of the other processes."""

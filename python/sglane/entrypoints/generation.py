@@ -7,6 +7,7 @@ import numpy as np
 
 from sglane.entrypoints.detokenizer import Detokenizer
 from sglane.entrypoints.sampling import TextParams
+from sglane.entrypoints.sessions import Turn
 from sglane.entrypoints.stop_matcher import PatternTooSlow, make_matcher
 from sglane.observability.requests import Record
 from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
@@ -72,6 +73,7 @@ class Generation:
         self.finish: Finish | None = None
         self.drop_output = False
         self.times: Record | None = None  # None: the answer does not tell them
+        self._turn: Turn | None = None  # None: it belongs to no session
         self._detokenizer = detokenizer
         self._stops = make_matcher(text_params.stops, text_params.stop_patterns, text_params.keep_stop)
 
@@ -85,6 +87,20 @@ class Generation:
     def show_times(self, record: Record) -> None:
         """The answer tells when what happened."""
         self.times = record
+
+    def follow(self, turn: Turn) -> None:
+        """It is a request of a session."""
+        self._turn = turn
+
+    def begin_turn(self) -> None:
+        """It goes to the planner."""
+        if self._turn is not None:
+            self._turn.started(self.output_ids)
+
+    def end_turn(self) -> None:
+        """It has ended, or its client has left."""
+        if self._turn is not None:
+            self._turn.ended(is_kept=self.finish is not None and self.finish.kind != "abort")
 
     def without_output(self) -> None:
         """Only the prompt is of interest (max_new_tokens 0): the one token that the engine samples is dropped."""

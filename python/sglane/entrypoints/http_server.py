@@ -21,6 +21,7 @@ from sglane.entrypoints.operator_api import OperatorApi
 from sglane.entrypoints.page_api import FILES, PageApi
 from sglane.entrypoints.route_docs import Declaration
 from sglane.entrypoints.server_state import ServerState
+from sglane.entrypoints.session_api import SessionApi
 from sglane.entrypoints.text_api import TextApi
 from sglane.entrypoints.unread_body import UnreadBody
 
@@ -65,6 +66,9 @@ def add_request_routes(route: AddRoute, server: ServerState) -> None:
     route("POST", "/v1/completions", CompletionsApi(server).complete, says.COMPLETIONS)
     route("POST", "/v1/chat/completions", ChatApi(server).complete, says.CHAT)
     route("PUT", "/generate", native.generate, says.GENERATE)
+    sessions = SessionApi(server)
+    route("POST", "/open_session", sessions.open, says.OPEN_SESSION)
+    route("POST", "/close_session", sessions.close, says.CLOSE_SESSION)
     for prefix in ("", "/v1"):
         route("POST", f"{prefix}/tokenize", text.tokenize, says.TOKENIZE)
         route("POST", f"{prefix}/detokenize", text.detokenize, says.DETOKENIZE)

@@ -15,7 +15,16 @@ from sglane.entrypoints.errors import bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
 from sglane.entrypoints.meta_info import MetaInfo
 from sglane.entrypoints.middleware import caller_of
-from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
+from sglane.entrypoints.request_builder import (
+    Prompt,
+    check_num_prompts,
+    in_session,
+    namespaces_of,
+    need_tokenizer,
+    priority_of,
+    refuse_disaggregation,
+    rids_of,
+)
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import NATIVE, ModelFacts, Sampling, parse_sampling
 from sglane.entrypoints.server_state import Engine, ServerState
@@ -25,7 +34,7 @@ from sglane.entrypoints.validation import Fields, check_integer, kind_of, per_it
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_TOP_LOGPROBS = 1024
 REFUSED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path", "lora_id", "session_params", "session_id",
+    "input_embeds", "image_data", "video_data", "audio_data", "modalities", "lora_path", "lora_id", "session_id",
     "custom_logit_processor", "return_hidden_states", "return_routed_experts", "return_bytes", "return_entropy",
     "require_reasoning", "max_thinking_tokens", "background",
 )
@@ -73,13 +82,14 @@ class NativeApi:
 
     async def _submit(self, engine: Engine, job: Job, fields: Fields, inputs: Inputs, parsed: tuple[list[Sampling], list[LogprobWish]],
                       stream: bool) -> None:
+        session = engine.sessions.wish_of(fields)
         await engine.check_grammars(parsed[0])
         namespaces = namespaces_of(fields, len(inputs.values), inputs.is_batch)
         priority = priority_of(fields)
         prompts = []
         for name, ids, sampling, wish, namespace in zip(job.names, await tokens_of(engine, inputs), *parsed, namespaces):
             prompts.append(Prompt(name, ids, sampling, wish, namespace, priority, inputs.field))
-        engine.builder.submit(job, prompts, stream)
+        engine.builder.submit(job, in_session(engine.sessions, session, prompts), stream)
 
 
 def text_field(sampling: Sampling) -> str:

@@ -1,7 +1,7 @@
 """Prompts and parameters of one HTTP request -> generations. The same for all routes."""
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ from sglane.entrypoints.engine_client import EngineClient, Job
 from sglane.entrypoints.errors import ApiError, bad_field
 from sglane.entrypoints.generation import Generation, LogprobWish
 from sglane.entrypoints.sampling import ModelFacts, Sampling
+from sglane.entrypoints.sessions import SessionBook, Turn, Wish
 from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.entrypoints.validation import Fields, check_rid, per_item
 from sglane.plan.io_struct import GenerateRequest
@@ -34,6 +35,7 @@ class Prompt:
     namespace: str
     priority: int
     field: str  # where the prompt stood in the request, for messages
+    turn: Turn | None = None  # None: it belongs to no session
 
 
 class RequestBuilder:
@@ -80,7 +82,7 @@ class RequestBuilder:
         start = wish.start if 0 <= wish.start < len(prompt.token_ids) else -1
         request = GenerateRequest(
             rid=self._client.new_rid(prompt.name), input_ids=prompt.token_ids.tobytes(), sampling=sampling, namespace=prompt.namespace,
-            priority=prompt.priority, logprob_start=start,
+            priority=prompt.priority, logprob_start=start, session="" if prompt.turn is None else prompt.turn.session.key,
         )
         detokenizer = None
         if self._tokenizer is not None:
@@ -89,7 +91,20 @@ class RequestBuilder:
         generation = Generation(index, prompt.name, request, wish, prompt.sampling.text, detokenizer)
         if prompt.sampling.max_new_tokens == 0:
             generation.without_output()
+        if prompt.turn is not None:
+            generation.follow(prompt.turn)
         return generation
+
+
+def in_session(sessions: SessionBook, wish: Wish | None, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """With a wish: the one prompt behind what its session had before. Submit it before anything else is awaited. Raises a 400."""
+    if wish is None:
+        return list(prompts)
+    if len(prompts) != 1 or prompts[0].sampling.num_choices != 1:
+        raise bad_field("session_params", "needs one prompt and n = 1")
+    (prompt,) = prompts
+    turn = sessions.begin(wish, prompt.name, prompt.token_ids)
+    return [replace(prompt, token_ids=turn.prompt(), turn=turn)]
 
 
 def rids_of(fields: Fields, num_prompts: int, is_batch: bool) -> list[str]:

@@ -124,6 +124,13 @@ FLUSH = Declaration(
 ABORT = Declaration(
     body={"rid": {"anyOf": [STRING, {"type": "array", "items": STRING}]}, "abort_all": BOOLEAN}, is_body_optional=True, statuses=(400, 503),
 )
+OPEN_SESSION = Declaration(
+    JSON,
+    {"capacity_of_str_len": {"type": "integer", "minimum": 0}, "session_id": {"type": "string", "minLength": 1}, "streaming": BOOLEAN,
+     "timeout": {"type": "number", "exclusiveMinimum": 0}},
+    ("capacity_of_str_len",), statuses=POST_STATUSES,
+)
+CLOSE_SESSION = Declaration(body={"session_id": {"type": "string", "minLength": 1}}, required=("session_id",), statuses=POST_STATUSES)
 PAUSE = Declaration(JSON, {"mode": {"enum": ["abort", "retract", "in_place"]}}, is_body_optional=True, statuses=(400, 503))
 CONTINUE = Declaration(JSON, {}, is_body_optional=True, statuses=(400, 503))
 CONFIGURE_LOGGING = Declaration(

@@ -15,6 +15,7 @@ from sglane.entrypoints.errors import ApiError, bad_field
 from sglane.entrypoints.grammar_checker import GrammarChecker, write_vocabulary
 from sglane.entrypoints.request_builder import RequestBuilder
 from sglane.entrypoints.sampling import ModelFacts, Sampling
+from sglane.entrypoints.sessions import SessionBook
 from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.observability.metrics import Metrics
 from sglane.observability.request_log import RequestLog
@@ -62,6 +63,7 @@ class Engine:
     info: PlannerReady
     builder: RequestBuilder
     grammars: GrammarChecker | None
+    sessions: SessionBook
 
     @staticmethod
     def assemble(client: EngineClient, tokenizer: TextTokenizer | None, config: ModelConfig, info: PlannerReady, vocabulary: str = "",
@@ -78,7 +80,8 @@ class Engine:
         if tokenizer is not None and not no_grammars:
             write_vocabulary(Path(vocabulary), tokenizer, config.vocab_size, eos_token_ids, markers)
             grammars = GrammarChecker(backend, Path(vocabulary), lambda grammar: client.prepare_grammar(grammar, GRAMMAR_PATIENCE_S))
-        return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer), grammars)
+        sessions = SessionBook(client.tell_session, client.abort, tokenizer.begin_token_id if tokenizer else None)
+        return Engine(client, tokenizer, facts, info, RequestBuilder(client, facts, tokenizer), grammars, sessions)
 
     async def check_grammars(self, samplings: Iterable[Sampling]) -> None:
         """Raises a 400 for a grammar that can't be compiled."""

@@ -49,6 +49,12 @@ class TextTokenizer:
         self._template = self._hf.chat_template if chat_template is None else read_template(chat_template)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
+    @cached_property
+    def begin_token_id(self) -> int | None:
+        """What the tokenizer puts in front of every text; None: nothing, though the model may have a token of that name."""
+        first = self.encode("", add_special_tokens=True)[:1].tolist()
+        return first[0] if first and first[0] == self._hf.bos_token_id else None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         """int32 [n]."""
         return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)

@@ -7,6 +7,7 @@ import msgspec
 import zmq
 
 from sglane import environ
+from sglane.managers.host_work import NO_HOST_TIER, HostWork
 from sglane.managers.limits import Limits
 from sglane.managers.reporter import Reporter
 from sglane.managers.scheduler import Scheduler
@@ -14,6 +15,7 @@ from sglane.mem_cache.kv_ledger import HostOptions, KVLedger
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.io_struct import (
     AbortRequest,
+    CloseSession,
     ContinueGeneration,
     Fatal,
     FinishRequest,
@@ -22,6 +24,7 @@ from sglane.plan.io_struct import (
     GenerateRequest,
     GetState,
     Heartbeat,
+    OpenSession,
     PauseGeneration,
     PlannerReady,
     PrepareGrammar,
@@ -184,6 +187,7 @@ class Planner:
         )
         self.scheduler = Scheduler(ledger, self._layout, limits, args.cp_size)
         self._reporter = Reporter(self.scheduler, args.decode_log_interval)
+        self._host_work = HostWork()
         self._memory = {
             "devices": [rank.device_name for rank in ready],
             "weight_bytes": [rank.weight_bytes for rank in ready],
@@ -279,6 +283,10 @@ class Planner:
                 self.scheduler.abort_all("aborted", 0)
             else:
                 self.scheduler.abort(message.rid)
+        elif isinstance(message, OpenSession):
+            self.scheduler.sessions.open(message.session)
+        elif isinstance(message, CloseSession):
+            self.scheduler.sessions.close(message.session)
         elif isinstance(message, FlushCache):
             self._flushes.append((message, time.monotonic() + message.timeout_s))
         elif isinstance(message, GetState):
@@ -362,6 +370,8 @@ class Planner:
             "queue_times": self._reporter.queue_times.report(),
             "lanes": self.scheduler.lanes(),
             "evictions": self.scheduler.ledger.evictions(),
+            "sessions": self.scheduler.sessions.report(),
+            "host_cache": self._host_work.report(NO_HOST_TIER, 0, 0, enabled=False),
             **self.scheduler.load(),
             **self.scheduler.set_aside(),
         }

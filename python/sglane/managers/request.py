@@ -62,6 +62,7 @@ class Request:
         prompt = np.frombuffer(message.input_ids, dtype=np.int32)
         self.rid = message.rid
         self.namespace = message.namespace
+        self.session = message.session
         self.priority = message.priority
         self.arrival = arrival
         self.sampling: SamplingParams = message.sampling
@@ -120,6 +121,10 @@ class Request:
         if self._logprob_start >= 0:
             return max(self._logprob_start - 1, 0)
         return self._num_known - 1
+
+    def leaves_a_turn(self) -> bool:
+        """It belongs to a session and ended normally: what it leaves in the tree is what the session's next request begins with."""
+        return bool(self.session) and self.finish is not None and self.finish.kind != "abort"
 
     @property
     def logprob_start(self) -> int:

@@ -9,6 +9,7 @@ from sglane.managers.admission import Reserve, WaitingQueue, chunk_rows, must_wa
 from sglane.managers.lane_work import LaneWork
 from sglane.managers.limits import Limits, StepSummary
 from sglane.managers.request import Phase, Request
+from sglane.managers.sessions import Sessions
 from sglane.managers.step_builder import Carry, Entry, IssuedStep, StepBuilder
 from sglane.managers.step_results import MergedStep, ResultMerger, to_chunk
 from sglane.mem_cache.kv_ledger import Holding, KVLedger
@@ -41,6 +42,7 @@ class Scheduler:
         self.limits = limits
         self.totals = Totals()
         self.last_step = StepSummary()
+        self.sessions = Sessions(ledger)
         self._layout = layout
         self._waiting = WaitingQueue(limits.policy, limits.max_queued_requests)
         self._reserve = Reserve(limits.conservativeness, layout)
@@ -55,7 +57,6 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._next_step = 1
         self._paused = False
-        self._num_arrived = 0
         self._num_admitted = 0
 
     # --- messages ----------------------------------------------------------------------------------------------------
@@ -64,6 +65,7 @@ class Scheduler:
         """A new request. It is refused by an answer with an abort reason, never by an exception."""
         num_prompt_tokens = len(message.input_ids) // 4
         self.totals.num_requests += 1
+        self.sessions.used(message.session)
         if num_prompt_tokens >= self.limits.max_request_tokens:
             limit = self.limits.max_request_tokens
             self._refuse(message, 400, f"the prompt has {num_prompt_tokens} tokens, the limit is {limit - 1} (prompt and output: {limit})")
@@ -71,8 +73,7 @@ class Scheduler:
             self._refuse(message, 503, f"the queue is full ({len(self._waiting)} requests wait)")
         else:
             assert message.rid not in self._requests, f"rid {message.rid!r} is active: the front must refuse it"
-            request = Request(message, self._num_arrived, self.limits.max_request_tokens)
-            self._num_arrived += 1
+            request = Request(message, self.totals.num_requests, self.limits.max_request_tokens)
             self._requests[request.rid] = request
             self._waiting.add(request)
 
@@ -195,9 +196,11 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Publish what is known, give back pages and slot."""
-        residence = request.admitted()
+        residence, key = request.admitted(), request.publishable_key()
         self._leaving.remove(request)
-        self.ledger.release(residence.holding, request.publishable_key())
+        self.ledger.release(residence.holding, key)
+        if request.leaves_a_turn():
+            self.sessions.keep(request.session, key, request.namespace)
         self._carry.release(residence.slot)
         request.leave()
         if request.phase is Phase.WAITING:
@@ -296,6 +299,8 @@ class Scheduler:
             if not isinstance(got, Shortfall):
                 self._lane_work.waits.ended(request.rid)
                 return got
+            if not got.pending and self.sessions.drop_oldest():
+                continue
             self._lane_work.waits.refused(request.rid, got)
             if got.pending or self._leaving:
                 return None  # pages are on their way
@@ -341,13 +346,15 @@ class Scheduler:
         num_hit_pages = holding.num_cached_device // page_size
         needed = self._layout.num_pages(request.num_known_tokens + 1) - num_hit_pages
         promised = self._reserve.num_pages(iter(self._running.values()))
-        if self._running and needed + promised > int(self.ledger.available().sum()):
+        if self._running and not self.sessions.make_room(needed + promised):
             self._lane_work.waits.refused(request.rid, None)
             self.ledger.cancel(holding)
             return False
         budget = self.limits.chunk_tokens - builder.num_extend_tokens
         end = start + chunk_rows(start, request.num_known_tokens - start, budget, page_size)
         admission = self.ledger.admit(holding, end, builder.lane_tokens())
+        while isinstance(admission, Shortfall) and not admission.pending and self.sessions.drop_oldest():
+            admission = self.ledger.admit(holding, end, builder.lane_tokens())
         if isinstance(admission, Shortfall):
             self._lane_work.waits.refused(request.rid, admission)
             if admission.pending:
@@ -409,6 +416,7 @@ class Scheduler:
         """Drop the prefix cache; False while anything is under way. In a pause, requests that wait may go on waiting."""
         if self._running or self._leaving or self._issued or (self._requests and not self._paused) or self.ledger.has_open_tickets():
             return False
+        self.sessions.drop_all()
         self.ledger.flush()
         return True
 
@@ -438,4 +446,4 @@ class Scheduler:
 
     def kv_ledger(self) -> dict[str, object]:
         """The ledger as /server_info shows it."""
-        return {**self.ledger.snapshot(), "fallbacks": fallback.counts()}
+        return {**self.sessions.beside(self.ledger.snapshot()), "fallbacks": fallback.counts()}

@@ -50,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag="generate", kw_only=True)
     namespace: str = ""  # kind-tagged: "" | "salt:..." | "extra:..." and combinations; prefixes are shared only inside one
     priority: int = 0  # larger first
     logprob_start: int = -1  # first prompt position whose log probability is wanted; -1: none
+    session: str = ""  # of OpenSession; what it leaves in the cache is leased for the session; empty: none
 
 
 class FinishRequest(msgspec.Struct, frozen=True, tag="finish"):
@@ -64,6 +65,18 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
     rid: str = ""
     abort_all: bool = False
+
+
+class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
+    """From now on what a request of this session leaves in the cache is leased. A name is used once."""
+
+    session: str
+
+
+class CloseSession(msgspec.Struct, frozen=True, tag="close_session"):
+    """Its lease ends. The client closed it, or it was not used for too long."""
+
+    session: str
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush"):
@@ -206,8 +219,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 ToPlanner = (
-    GenerateRequest | FinishRequest | AbortRequest | FlushCache | GetState | PrepareGrammar | PauseGeneration | ContinueGeneration | StartProfile
-    | StopProfile | SetLogLevel | Shutdown
+    GenerateRequest | FinishRequest | AbortRequest | OpenSession | CloseSession | FlushCache | GetState | PrepareGrammar | PauseGeneration
+    | ContinueGeneration | StartProfile | StopProfile | SetLogLevel | Shutdown
 )
 FromPlanner = StepOutputs | Reply | PlannerReady | Heartbeat | Fatal
 

@@ -10,6 +10,7 @@ DECLARED = {
     "load_back_skipped": "a hit goes on in the host tier, but its lanes have no room for the load: the hit is cut to its device part",
     "host_backup_skipped": "the host tier has no room for pages that were to be backed up: they stay on the device only",
     "host_backup_dropped": "a page left the device before its backup had ended: the host record is given up",
+    "session_lease_dropped": "a session kept a prefix, but its pages are needed: the prefix may be evicted, the session stays open",
     "cp_prefetch_late": "a layer's prefix pages were asked for before their prefetch had been launched: the layer waits for them",
     "pool_memory_late": "the kernel cannot take memory ahead of its use (MADV_POPULATE_WRITE, Linux 5.14): at the first write of a page it is",
 }

@@ -15,7 +15,7 @@ from sglane.entrypoints.openai.chat_writer import ChatWriter, Reading
 from sglane.entrypoints.openai.common import REFUSED, Head, Options
 from sglane.entrypoints.openai.messages import read_messages
 from sglane.entrypoints.openai.parsing import Parsing, check_template
-from sglane.entrypoints.request_builder import Prompt, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
+from sglane.entrypoints.request_builder import Prompt, in_session, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
 from sglane.entrypoints.responses import EventStream, answer
 from sglane.entrypoints.sampling import OPENAI, ModelFacts, Sampling, parse_sampling
 from sglane.entrypoints.server_state import ServerState
@@ -47,6 +47,7 @@ class ChatApi:
         if given is None:
             check_template(parsing.tools, tokenizer)
         sampling = self._sampling(fields, engine.facts, parsing)
+        session = engine.sessions.wish_of(fields)
         wish, turn, arguments = read_wish(fields), read_turn(fields), read_template_arguments(fields)
         options = Options.read(fields, self._server.args.enable_cache_report)
         head = Head.make("chatcmpl", "chat.completion.chunk" if options.stream else "chat.completion", fields, self._server.model_name)
@@ -58,7 +59,7 @@ class ChatApi:
             await engine.check_grammars([sampling])
             prompt = Prompt(job.names[0], ids, sampling, wish, namespaces_of(fields, 1, is_batch=False)[0], priority_of(fields),
                             "messages" if given is None else "input_ids")
-            engine.builder.submit(job, [prompt], options.stream)
+            engine.builder.submit(job, in_session(engine.sessions, session, [prompt]), options.stream)
         except BaseException:
             job.close()
             raise

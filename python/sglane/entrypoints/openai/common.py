@@ -10,7 +10,7 @@ from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.entrypoints.validation import Fields
 
 REFUSED = (
-    "lora_path", "lora_id", "session_params", "session_id", "custom_logit_processor", "return_hidden_states", "return_routed_experts",
+    "lora_path", "lora_id", "session_id", "custom_logit_processor", "return_hidden_states", "return_routed_experts",
     "return_spec_tokens_details", "use_beam_search", "input_embeds", "background",
 )
 FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "abort"}

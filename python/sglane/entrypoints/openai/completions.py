@@ -14,7 +14,16 @@ from sglane.entrypoints.generation import Generation, LogprobWish
 from sglane.entrypoints.meta_info import MetaInfo
 from sglane.entrypoints.middleware import caller_of
 from sglane.entrypoints.openai.common import REFUSED, Head, Ids, Options, closing, completion_logprobs, ending, extension, usage
-from sglane.entrypoints.request_builder import Prompt, check_num_prompts, namespaces_of, need_tokenizer, priority_of, refuse_disaggregation, rids_of
+from sglane.entrypoints.request_builder import (
+    Prompt,
+    check_num_prompts,
+    in_session,
+    namespaces_of,
+    need_tokenizer,
+    priority_of,
+    refuse_disaggregation,
+    rids_of,
+)
 from sglane.entrypoints.responses import EventStream, answer, due_generations, event
 from sglane.entrypoints.sampling import OPENAI, parse_sampling
 from sglane.entrypoints.server_state import ServerState
@@ -38,6 +47,9 @@ class CompletionsApi:
         values, is_batch = read_prompts(fields)
         sampling = parse_sampling(fields, OPENAI, engine.facts, DEFAULT_MAX_TOKENS, self._server.args.stream_interval)
         echo = fields.flag("echo")
+        session = engine.sessions.wish_of(fields)
+        if session is not None and echo:
+            raise bad_field("echo", "is not for a request of a session, whose prompt begins with what was before")
         wish = read_wish(fields, echo)
         options = Options.read(fields, self._server.args.enable_cache_report)
         head = Head.make("cmpl", "text_completion", fields, self._server.model_name)
@@ -50,7 +62,7 @@ class CompletionsApi:
             for name, value, ids, namespace in zip(job.names, values, token_ids_of, namespaces_of(fields, len(values), is_batch)):
                 prompts.append(Prompt(name, ids, sampling, wish, namespace, priority, "prompt"))
                 texts[name] = (value if isinstance(value, str) else tokenizer.decode(ids)) if echo else ""
-            engine.builder.submit(job, prompts, options.stream)
+            engine.builder.submit(job, in_session(engine.sessions, session, prompts), options.stream)
         except BaseException:
             job.close()
             raise

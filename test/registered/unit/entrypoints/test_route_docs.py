@@ -34,6 +34,11 @@ CALLS = [
         ("/start_profile", {"num_steps": 0}), ("/stop_profile", None), ("/stop_profile", None), ("/configure_logging", {"log_requests": False}),
         ("/configure_logging", {"log_level": "loud"}))),
     ("GET", "/start_profile", "/start_profile", None),
+    ("POST", "/open_session", "/open_session", {"capacity_of_str_len": 10}),
+    ("POST", "/open_session", "/open_session", {}),
+    ("POST", "/open_session", "/open_session", {"capacity_of_str_len": 10, "session_id": "a"}),
+    ("POST", "/close_session", "/close_session", {"session_id": "a"}),
+    ("POST", "/close_session", "/close_session", {"session_id": "a"}),
     ("GET", "/stop_profile", "/stop_profile", None),
 ]
 

@@ -1,0 +1,90 @@
+"""Open sessions and the leases that keep their prefixes. A lease is a preference: it goes as soon as somebody needs the pages."""
+from collections import OrderedDict
+from typing import Any
+
+from sglane.mem_cache.kv_ledger import Holding, KVLedger
+from sglane.mem_cache.lease_gain import lanes_freed_by
+from sglane.mem_cache.radix_key import RadixKey
+from sglane.mem_cache.radix_node import Node
+from sglane.utils import fallback
+
+
+class Sessions:
+    """Every lease is a holding that is matched and never admitted. No clock: a session ends by a message."""
+
+    def __init__(self, ledger: KVLedger):
+        self._ledger = ledger
+        self._open: OrderedDict[str, Holding | None] = OrderedDict()  # by session, the longest unused first; None: it has no lease
+
+    def open(self, session: str) -> None:
+        assert session not in self._open, f"session {session!r} is open: the front must refuse it"
+        self._open[session] = None
+
+    def close(self, session: str) -> None:
+        """Its lease ends; requests of it that run go on and leave no lease."""
+        self._drop(session)
+        del self._open[session]
+
+    def used(self, session: str) -> None:
+        """A request of it has arrived. Requests without a session, or of a closed one, say it too."""
+        if session in self._open:
+            self._open.move_to_end(session)
+
+    def keep(self, session: str, key: RadixKey, namespace: str) -> None:
+        """A request of it has ended and left the rows of `key` in the tree: they are leased in place of what was."""
+        if session not in self._open or not self._ledger.prefix_cache:
+            return
+        holding = self._ledger.match(key, namespace, len(key))
+        self._drop(session)
+        self._open[session] = holding
+        self.used(session)
+
+    def drop_oldest(self) -> bool:
+        """Somebody needs pages: the longest unused session loses its lease. False: there is none to lose."""
+        for session, holding in self._open.items():
+            if holding is not None:
+                fallback.count("session_lease_dropped")
+                self._drop(session)
+                return True
+        return False
+
+    def make_room(self, num_pages: int) -> bool:
+        """Drop leases, the longest unused first, until `num_pages` pages are free or evictable: True. No lease is dropped if all of them together
+        would not be enough. A superseded tail that only a lease kept is free when the steps under way have ended: until then the answer may be
+        False."""
+        missing = num_pages - int(self._ledger.available().sum())
+        if missing > 0 and int(lanes_freed_by(self._leased_nodes(), self._ledger.layout).sum()) < missing:
+            return False
+        while (is_short := int(self._ledger.available().sum()) < num_pages) and self.drop_oldest():
+            pass
+        return not is_short
+
+    def drop_all(self) -> None:
+        """For a flush, which is not counted."""
+        for session in self._open:
+            self._drop(session)
+
+    def beside(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """The ledger's snapshot with what is leased for sessions counted apart: `session_leases`, not `leases` and `requests`."""
+        holdings = self._holdings()
+        num_leases = sum(1 if holding.source is None else 2 for holding in holdings)
+        counts = {"leases": num_leases, "requests": len(holdings)}
+        return {**snapshot, **{name: snapshot[name] - count for name, count in counts.items()}, "session_leases": num_leases}
+
+    def report(self) -> dict[str, int]:
+        """Open sessions, those that have a lease, and the valid tokens of all leases; a prefix that two sessions share counts twice."""
+        holdings = self._holdings()
+        return {"num_open": len(self._open), "num_leased": len(holdings), "leased_tokens": sum(holding.num_cached_tokens for holding in holdings)}
+
+    def _leased_nodes(self) -> list[Node]:
+        sources = [holding.source.node for holding in self._holdings() if holding.source is not None]
+        return [holding.lease for holding in self._holdings()] + sources
+
+    def _holdings(self) -> list[Holding]:
+        return [holding for holding in self._open.values() if holding is not None]
+
+    def _drop(self, session: str) -> None:
+        holding = self._open[session]
+        if holding is not None:
+            self._open[session] = None
+            self._ledger.cancel(holding)
