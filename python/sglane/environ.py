@@ -10,7 +10,7 @@ def _flag(name: str) -> bool:
 SGLANE_POISON = _flag("SGLANE_POISON")
 #: Audit the ledger after every step and log a digest of the planner's state.
 SGLANE_DEBUG_LEDGER = _flag("SGLANE_DEBUG_LEDGER")
-#: Fault injection for tests, JSON: {"rank": 1, "point": "forward" | "exchange" | "result", "sleep_ms": 50}.
+#: Fault injection for tests, JSON: {"rank": 1, "point": "forward" | "exchange" | "result" | "backup" | "load" | "ack", "sleep_ms": 50}.
 SGLANE_HOLD = os.environ.get("SGLANE_HOLD", "")
 #: Compute threads of each executor rank; 0: by step size and the cores that other processes leave free.
 SGLANE_NUM_THREADS = int(os.environ.get("SGLANE_NUM_THREADS", "0"))

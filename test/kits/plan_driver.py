@@ -1,4 +1,5 @@
 """Plans made by hand for executor tests: random pages, any chunking, no scheduler."""
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +9,19 @@ from kits.thread_ranks import ThreadGroup
 from sglane import environ
 from sglane.model_executor.executor import Executor
 from sglane.plan.io_struct import SamplingParams
-from sglane.plan.step_plan import Continues, Extend, LogprobBlock, PoolInit, SlotStart, StepPlan, StepResult, TailCopy
+from sglane.plan.step_plan import (
+    Backup,
+    Continues,
+    Extend,
+    Load,
+    LogprobBlock,
+    PoolInit,
+    SlotStart,
+    StepPlan,
+    StepResult,
+    TailCopy,
+    TicketEnded,
+)
 from sglane.server_args import ServerArgs
 
 NUM_SLOTS = 8
@@ -25,18 +38,67 @@ def greedy(max_new_tokens: int = 1 << 20, **fields: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **fields)
 
 
-def start_ranks(config: object, models: Sequence[object], page_size: int, num_rows: int = 200, tap: object = None) -> Run:
-    """Executors of all ranks, one for each of `models`, as threads of this process; returns a function that runs a plan on all of them."""
+class TicketBox:
+    """What the ranks' copying threads told."""
+
+    def __init__(self) -> None:
+        self.ends: list[TicketEnded] = []
+        self._changed = threading.Condition()
+
+    def send(self, message: TicketEnded) -> None:
+        with self._changed:
+            self.ends.append(message)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        pass
+
+    def wait(self, ticket: int, lanes: set[int]) -> None:
+        """Until these lanes, and no others, have ended their parts."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.lanes(ticket) >= lanes, 30), f"ticket {ticket} ended in {self.lanes(ticket)}, not in {lanes}"
+        assert self.lanes(ticket) == lanes
+
+    def lanes(self, ticket: int) -> set[int]:
+        found = [end.rank for end in self.ends if end.ticket == ticket]
+        assert len(found) == len(set(found)), f"a lane has ended ticket {ticket} twice"
+        return set(found)
+
+
+class LocalRanks:
+    """Executors of all ranks, as threads of this process; a call runs a plan on all of them."""
+
+    def __init__(self, executors: list[Executor], group: ThreadGroup, box: TicketBox):
+        self.executors = executors
+        self.box = box
+        self._group = group
+
+    def __call__(self, plan: StepPlan) -> list[StepResult]:
+        if len(self.executors) == 1:
+            return [self.executors[0].run(plan)]
+        return self._group.run(lambda rank: self.executors[rank].run(plan))
+
+    def close(self, finish: bool = True) -> None:
+        """Only a host tier needs it."""
+        for executor in self.executors:
+            executor.close(finish)
+
+
+def start_ranks(config: object, models: Sequence[object], page_size: int, num_rows: int = 200, tap: object = None, num_host_rows: int = 0,
+                mapped: bool = False) -> LocalRanks:
+    """Executors of all ranks, one for each of `models`. mapped: ranks read each other's pools."""
     environ.SGLANE_NUM_THREADS = 1
     cp_size = len(models)
-    args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1)
-    group = ThreadGroup(cp_size)
+    args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1, enable_hierarchical_cache=num_host_rows > 0)
+    group, box = ThreadGroup(cp_size), TicketBox()
     executors = [Executor(config, model, args, rank, group.groups(rank) if cp_size > 1 else None, tap=tap) for rank, model in enumerate(models)]
     for executor in executors:
-        executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))
-    if cp_size == 1:
-        return lambda plan: [executors[0].run(plan)]
-    return lambda plan: group.run(lambda rank: executors[rank].run(plan))
+        executor.use_reporter(lambda: box)
+        executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES, num_host_rows))
+    if mapped:
+        for executor in executors:
+            executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
+    return LocalRanks(executors, group, box)
 
 
 @dataclass
@@ -58,10 +120,14 @@ class PlanDriver:
     cp_size: int = 1
     num_rows: int = 200
     seed: int = 0
+    num_host_rows: int = 0
 
     def __post_init__(self) -> None:
         pages = np.arange(self.cp_size, self.num_rows * self.cp_size)
         self.free: list[int] = np.random.default_rng(self.seed).permutation(pages).tolist()
+        host_pages = np.arange(self.cp_size, max(1, self.num_host_rows) * self.cp_size)
+        self.free_host: list[int] = np.random.default_rng(self.seed + 1).permutation(host_pages).tolist()
+        self.copies: dict[int, int] = {}  # device page -> host page with the same rows
         self.slots: dict[int, Running] = {}
         self.blocks: list[LogprobBlock] = []
         self._step = 0
@@ -69,6 +135,9 @@ class PlanDriver:
         self._copies: list[TailCopy] = []
         self._releases: list[int] = []
         self._poison: list[int] = []
+        self._loads: list[Load] = []
+        self._backups: list[Backup] = []
+        self.num_tickets = 0
 
     def start(self, slot: int, prompt: list[int], sampling: SamplingParams, cached: list[int] | None = None, num_cached: int = 0,
               copies: list[TailCopy] | None = None, num_prompt: int | None = None) -> None:
@@ -87,8 +156,28 @@ class PlanDriver:
         return running
 
     def take_page(self, lane: int | None = None) -> int:
-        index = 0 if lane is None else next(i for i, page in enumerate(self.free) if page % self.cp_size == lane)
-        return self.free.pop(index)
+        return self._take(self.free, lane)
+
+    def _take(self, free: list[int], lane: int | None) -> int:
+        return free.pop(0 if lane is None else next(i for i, page in enumerate(free) if page % self.cp_size == lane))
+
+    def backup(self, pages: list[int], is_written: bool = True) -> int:
+        """Copy pages to the host tier in the next step. Returns the ticket."""
+        self.num_tickets += 1
+        host = [self._take(self.free_host, page % self.cp_size) for page in pages]
+        self.copies.update(zip(pages, host))
+        self._backups.append(Backup(self.num_tickets, ints(pages), ints(host), is_written))
+        return self.num_tickets
+
+    def load(self, host: list[int]) -> tuple[int, list[int]]:
+        """Bring host pages back in the next step. Returns the ticket and the device pages."""
+        self.num_tickets += 1
+        pages = [self.take_page(page % self.cp_size) for page in host]
+        self._loads.append(Load(self.num_tickets, ints(host), ints(pages)))
+        return self.num_tickets, pages
+
+    def lanes(self, pages: list[int]) -> set[int]:
+        return {page % self.cp_size for page in pages}
 
     def grow(self, slot: int, num_tokens: int) -> list[int]:
         """New pages that cover `num_tokens`."""
@@ -97,8 +186,10 @@ class PlanDriver:
         running.pages += new
         return new
 
-    def step(self, extends: dict[int, int], continues: list[int] | None = None, logprob_start: int = -1) -> dict[int, int]:
-        """extends: slot -> number of prompt tokens. Returns the sampled tokens by slot."""
+    def step(self, extends: dict[int, int], continues: list[int] | None = None, logprob_start: int = -1, needs_load: int = 0,
+             backup: bool = False) -> dict[int, int]:
+        """extends: slot -> number of prompt tokens. backup: whole pages of the extends go to the host tier while they are computed. Returns the
+        sampled tokens by slot."""
         self._step += 1
         parts = []
         for slot, n in extends.items():
@@ -108,15 +199,18 @@ class PlanDriver:
             parts.append(Extend(slot, begin, ints(running.prompt[begin:end]), lookahead, ints(self.grow(slot, end)), end == len(running.prompt),
                                 logprob_start))
             running.fed = end
+            if backup and (pages := [page for page in running.pages[:end // self.page_size] if page not in self.copies]):
+                self.backup(pages, is_written=False)
         continues = continues or []
         new = []
         for slot in continues:
             self.slots[slot].fed += 1
             new.append(self.grow(slot, self.slots[slot].fed))
-        plan = StepPlan(self._step, ints(self._releases), [], ints(self._poison), self._starts, self._copies, parts,
-                        Continues(ints(continues), ints([1] * len(continues)), ints([len(p) for p in new]), ints(sum(new, []))))
+        plan = StepPlan(self._step, ints(self._releases), poison=ints(self._poison), starts=self._starts, tail_copies=self._copies,
+                        loads=self._loads, backups=self._backups, needs_load=needs_load, extends=parts,
+                        continues=Continues(ints(continues), ints([1] * len(continues)), ints([len(p) for p in new]), ints(sum(new, []))))
         self.free += self._poison
-        self._releases, self._poison, self._starts, self._copies = [], [], [], []
+        self._releases, self._poison, self._starts, self._copies, self._loads, self._backups = [], [], [], [], [], []
         return self._collect(self.run(plan))
 
     def _collect(self, results: list[StepResult]) -> dict[int, int]:

@@ -28,6 +28,9 @@ class ToyConfig:
         num_index_layers = self.num_layers - len(SHARED_LAYERS) if self.kind == "dsa" else 0
         return (("target.kv", self.num_layers, LATENT + ROPE), ("target.index", num_index_layers, INDEX_DIM))
 
+    def written_after(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(range(num_layers)) for name, num_layers, _ in self.kv_planes()}
+
     def query_widths(self) -> tuple[int, int, int]:
         if self.kind == "gqa":
             return HEADS * DIM, HEADS * (DIM + 1), 0

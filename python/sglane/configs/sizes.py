@@ -126,6 +126,11 @@ class ModelConfig:
             return (latent,)
         return (latent, KVPlane("target.index", len(self.index.full_layers), self.index.head_dim))
 
+    def written_after(self) -> dict[str, tuple[int, ...]]:
+        """For each layer of every plane the layer of the model after which its rows of a step are written; ascending."""
+        layers = {"target.kv": tuple(range(self.num_layers))}
+        return layers if self.index is None else {**layers, "target.index": self.index.full_layers}
+
     def query_widths(self) -> tuple[int, int, int]:
         """Per token and layer: elements of the queries of all heads (those of the indexer and its head weights included), of their partial
         results with a log-sum-exp each, and keys that are selected (0: all)."""

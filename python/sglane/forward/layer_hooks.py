@@ -1,4 +1,4 @@
-"""Layer boundaries of a step: signs of life for the watchdog, names for profilers, and delays that tests ask for."""
+"""Layer boundaries of a step: what a layer waits for, signs of life for the watchdog, names for profilers, and delays that tests ask for."""
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ class HoldSpec(msgspec.Struct, frozen=True):
     """Fault injection for tests: `rank` sleeps `sleep_ms` at `point` of every step; sleep_ms < 0: it fails there."""
 
     rank: int
-    point: str  # forward (after the first layer), exchange (before the step exchange), result (before the answer)
+    #: forward (after the first layer), exchange (before the step exchange), result (before the answer); of the host tier: backup (before each
+    #: backup), load (before each piece of a load), ack (before a ticket's end is told)
+    point: str
     sleep_ms: float
 
 
@@ -38,6 +40,25 @@ class Holds:
         if self.spec.sleep_ms < 0:
             raise RuntimeError(f"fault injection: rank {self.rank} fails at {point}")
         time.sleep(self.spec.sleep_ms / 1e3)
+
+
+class LayerGate(Protocol):
+    """What readers of a plane pass first: rows may still be on their way from the host tier."""
+
+    def wait(self, plane: str, plane_layer: int) -> None:
+        """Return when this rank's rows of that layer are there. Any thread; on a GPU the thread's current stream waits. Raises what a copy
+        failed of."""
+        ...
+
+
+class OpenGate:
+    """Nothing is on its way."""
+
+    def wait(self, plane: str, plane_layer: int) -> None:
+        pass
+
+
+OPEN_GATE = OpenGate()
 
 
 class Marker(Protocol):
@@ -112,8 +133,13 @@ class StepHooks:
         self._report = report
         self._between_layers = between_layers
         self._holds = holds
+        self._layer_written: Callable[[int], None] = _nobody_waits
         self._step = 0
         self._last_report = time.monotonic()
+
+    def tell_written(self, layer_written: Callable[[int], None]) -> None:
+        """layer_written(layer) is called first thing when a layer has been computed: its rows are in the pools."""
+        self._layer_written = layer_written
 
     def begin(self, step: int) -> None:
         """Step `step` starts. The first report comes only after a second of work: short steps are their own sign of life."""
@@ -123,6 +149,7 @@ class StepHooks:
             self._marks.begin(step)
 
     def layer_end(self, layer: int) -> None:
+        self._layer_written(layer)
         if layer == 0:
             self._holds.at("forward")
         self._between_layers()
@@ -142,3 +169,7 @@ class StepHooks:
         if self._marks is not None:
             self._marks.end()
         self._holds.at("result")
+
+
+def _nobody_waits(layer: int) -> None:
+    """Without a host tier."""

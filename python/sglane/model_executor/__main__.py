@@ -21,7 +21,7 @@ from sglane.model_executor.grammar import LazyGrammars
 from sglane.model_executor.grammar_tickets import GrammarTickets
 from sglane.model_executor.lifeline import hold_lifeline
 from sglane.model_executor.loader import load_model
-from sglane.model_executor.memory import available_bytes
+from sglane.model_executor.memory import available_bytes, check_host_size
 from sglane.model_executor.profiler import StepProfiler
 from sglane.plan.io_struct import PrepareGrammar, SetLogLevel, StartProfile, StopProfile
 from sglane.plan.step_plan import ExecutorError, FallbackCounts, PoolInit, PoolReady, ProfileDone, Progress, StepPlan, Stop, ToExecutor
@@ -32,6 +32,9 @@ from sglane.utils.ipc import Receiver, Sender
 from sglane.utils.parent import die_with_parent
 
 logger = logging.getLogger(__name__)
+
+#: How often an idle rank looks whether a copy has failed.
+CHECK_INTERVAL_MS = 1000
 
 
 class ReportFailure:
@@ -74,6 +77,7 @@ def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Execu
     args, rank = spec.server_args, spec.rank
     config = load_model_config(args.model_path, args.context_length)
     available = available_bytes(device)
+    check_host_size(args, available_bytes(torch.device("cpu")))
     logger.info("Load weight begin. avail mem=%.2f GB", available / (1 << 30))
     begin = time.perf_counter()
     model = load_model(config, device, resolve_dtype(args, config), show_progress=rank == 0, shard=ExpertShard(rank, args.cp_size))
@@ -94,6 +98,8 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
     """Start-up protocol, then plans until Stop. stack: what must end before the sockets do."""
     device = pick_device(spec.server_args, spec.rank)
     executor, available = load(spec, device, sender)
+    executor.use_reporter(lambda: Sender(context, spec.endpoints.from_executors))
+    stack.callback(executor.close, finish=False)
     tickets = grammars_of(spec, context, executor, stack)
     profiler = StepProfiler(spec.rank, device)
     sender.send(msgspec.structs.replace(executor.ready(available), address=receiver.address))
@@ -102,6 +108,8 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
     while True:
         while not receiver.poll(0) and work_ahead():
             pass
+        while not receiver.poll(CHECK_INTERVAL_MS):
+            executor.check()
         message = receiver.recv()
         if isinstance(message, StepPlan):
             sender.send(executor.run(message))
@@ -125,6 +133,7 @@ def serve(spec: ProcessSpec, context: zmq.Context, receiver: Receiver, sender: S
             sender.send(PoolReady(spec.rank))
         elif isinstance(message, Stop):
             break
+    executor.close()
     close_groups(executor.groups)
 
 

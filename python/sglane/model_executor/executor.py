@@ -9,19 +9,23 @@ from torch import Tensor
 
 from sglane import environ
 from sglane.distributed.groups import Groups, local_groups
-from sglane.forward.layer_hooks import Holds, StepHooks, step_marks
+from sglane.forward.layer_hooks import OPEN_GATE, Holds, LayerGate, StepHooks, step_marks
 from sglane.layers.attention.cost import RowWidths, gathers_queries
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.step_view import StepRules
 from sglane.model_executor import logprobs, sampler
+from sglane.model_executor.copy_engine import CopyEngine, TicketReporter
+from sglane.model_executor.copy_jobs import CopyLayout
+from sglane.model_executor.copy_orders import check_copies
+from sglane.model_executor.host_pool import HostPool
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
-from sglane.model_executor.memory import pool_rows, scratch_bytes
+from sglane.model_executor.memory import available_bytes, host_rows, pool_rows, scratch_bytes
 from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes
 from sglane.model_executor.slot_table import Slot, SlotTable, TokenMask
 from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
 from sglane.model_executor.threads import ThreadPolicy
 from sglane.plan.io_struct import Grammar
-from sglane.plan.step_plan import ExecutorReady, Extend, LogprobBlock, PoolInit, StepPlan, StepResult
+from sglane.plan.step_plan import ExecutorReady, Extend, LogprobBlock, PoolInit, StepPlan, StepResult, TicketEnded
 from sglane.server_args import ServerArgs
 
 
@@ -50,30 +54,47 @@ class Executor:
         self._dtype = resolve_dtype(args, config)
         self._specs = plane_specs(config.kv_planes(), self._dtype)
         marks = step_marks(self._device.type, self._specs[0].num_layers) if args.enable_layerwise_nvtx_marker else None
-        self._hooks = StepHooks(report or _no_report, Holds.parse(environ.SGLANE_HOLD, rank), self._threads.adapt, marks)
+        self._holds = Holds.parse(environ.SGLANE_HOLD, rank)
+        self._hooks = StepHooks(report or _no_report, self._holds, self._threads.adapt, marks)
         self._poison = environ.SGLANE_POISON
         self._step = 0  # last plan carried out
         self._grammars: Grammars | None = None
+        self._open_reporter: Callable[[], TicketReporter] = _NoReporter
+        self._copies: CopyEngine | None = None
 
     def ready(self, available: int) -> ExecutorReady:
         """What this rank can hold; available: device memory before the weights were loaded, in bytes."""
         page_bytes = num_bytes_per_page(self._specs, self._args.page_size)
         fixed_bytes = self._model.weight_bytes + scratch_bytes(self._specs, self._args.cp_scratch_tokens)
         max_rows = pool_rows(self._args, self._device, available, fixed_bytes, page_bytes)
+        on_cpu = self._device.type == "cpu"
+        taken_bytes = fixed_bytes + max_rows * page_bytes if on_cpu else 0  # a GPU's pool takes no RAM, and its weights have left it
+        max_host_rows = host_rows(self._args, available if on_cpu else available_bytes(torch.device("cpu")), taken_bytes, page_bytes)
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         return ExecutorReady(self.rank, self._specs, page_bytes, max_rows, self._model.weight_bytes, self._config.context_length,
-                             self._config.vocab_size, name)
+                             self._config.vocab_size, name, max_host_rows=max_host_rows)
 
     def init_pool(self, init: PoolInit) -> None:
         """Allocate pools and slot table."""
-        page_ids = range(self._args.cp_size, init.num_rows * self._args.cp_size)
-        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, self._args.page_size, page_ids)
-        self._pool = KVPool(self._specs, init.num_rows, self._args.page_size, self._args.cp_size, self.rank, self._dtype, self._device,
-                            self.groups.pools)
+        args = self._args
+        page_ids = range(args.cp_size, init.num_rows * args.cp_size)
+        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, args.page_size, page_ids)
+        self._pool = KVPool(self._specs, init.num_rows, args.page_size, args.cp_size, self.rank, self._dtype, self._device, self.groups.pools)
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
-        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, self._args.page_size, self._device,
-                                   StepRules(self._args.cp_scratch_tokens, self._directions()), self._tap)
+        self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, args.page_size, self._device,
+                                   StepRules(args.cp_scratch_tokens, self._directions()), self._tap)
+        if init.num_host_rows:
+            self._init_host(init.num_host_rows)
+
+    def _init_host(self, num_rows: int) -> None:
+        args = self._args
+        host = HostPool(self._specs, num_rows, args.page_size, args.cp_size, self.rank, self._dtype, self._device)
+        if self._poison:
+            host.poison(np.arange(args.cp_size, num_rows * args.cp_size, dtype=np.int32))
+        layout = CopyLayout(self._specs, args.page_size, self._config.written_after())
+        self._copies = CopyEngine(self._pool, host, layout, self._holds, self._open_reporter)
+        self._hooks.tell_written(self._copies.layer_written)
 
     def _directions(self) -> Callable[[Sequence[tuple[int, int]]], list[bool]]:
         """Which extends send their queries to the lanes, by the bytes of this model's rows."""
@@ -87,9 +108,25 @@ class Executor:
         """Without this, no request may have a grammar."""
         self._grammars = grammars
 
+    def use_reporter(self, open_reporter: Callable[[], TicketReporter]) -> None:
+        """Where the ends of loads and backups are told to, before `init_pool`. It is called in each thread that copies. Without this nobody
+        hears of them."""
+        self._open_reporter = open_reporter
+
     def work_ahead(self) -> bool:
         """Called while no plan is there: see KVPool.work_ahead."""
-        return self._pool.work_ahead()
+        return self._pool.work_ahead() or (self._copies is not None and self._copies.host.work_ahead())
+
+    def check(self) -> None:
+        """Called now and then while no plan is there. Raises CopyFailed if a load or backup has failed."""
+        if self._copies is not None:
+            self._copies.check()
+
+    def close(self, finish: bool = True) -> None:
+        """No plan follows. finish: loads and backups are carried out first; else they are given up. May be called again."""
+        if self._copies is not None:
+            copies, self._copies = self._copies, None
+            copies.close(finish)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -97,10 +134,15 @@ class Executor:
         assert plan.step == self._step + 1, f"rank {self.rank}: plan {plan.step} came after plan {self._step}"
         self._step = plan.step
         self._hooks.begin(plan.step)
+        if self._copies is not None and (self._poison or environ.SGLANE_DEBUG_LEDGER):
+            check_copies(plan, self._args.cp_size, self._pool.num_rows, self._copies.host.num_rows)
         self._apply_slots(plan)
+        gate = self._begin_copies(plan)
         batch = build_batch(plan, self._table, self._args.cp_size)
         mine = [sample for sample in batch.samples if sample.lane == self.rank]
-        tokens, blocks = self._compute(plan, batch, mine)
+        tokens, blocks = self._compute(plan, batch, mine, gate)
+        if self._copies is not None:
+            self._copies.forward_ended(plan.step)
         self._hooks.before_exchange()
         for sample, token in zip(batch.samples, self._exchange(batch.samples, mine, tokens).tolist()):
             self._table.sampled(sample.slot, token)
@@ -118,12 +160,18 @@ class Executor:
         for update in plan.row_updates:
             self._table.update_row(update)
         self._pool.poison(np.frombuffer(plan.poison, np.int32))
+        if plan.poison_host and self._copies is not None:
+            self._copies.host.poison(np.frombuffer(plan.poison_host, np.int32))
         for start in plan.starts:
             self._pool.use(np.frombuffer(start.pages, np.int32))
             self._table.start(start)
         for copy in plan.tail_copies:
             self._poison_new(np.array([copy.dst_page], np.int32))
-            self._pool.copy_tail(copy)
+            if copy.from_host:
+                assert self._copies is not None, f"step {plan.step}: a tail comes from the host tier, but there is none"
+                self._copies.copy_tail(copy)
+            else:
+                self._pool.copy_tail(copy)
         if plan.tail_copies and self._pool.lanes:
             self.groups.attention.barrier()  # other ranks read these rows in this step; rows of earlier steps came with the step exchange
         for extend in plan.extends:
@@ -142,7 +190,16 @@ class Executor:
         if self._poison:
             self._pool.poison(pages)
 
-    def _compute(self, plan: StepPlan, batch: StepBatch, mine: list[Sampled]) -> tuple[np.ndarray, list[LogprobBlock]]:
+    def _begin_copies(self, plan: StepPlan) -> LayerGate:
+        """Loads, and backups of what earlier steps have written, go on beside the forward; the other backups follow its layers."""
+        if self._copies is None:
+            assert not (plan.loads or plan.backups or plan.needs_load), f"step {plan.step}: loads or backups, but there is no host tier"
+            return OPEN_GATE
+        for load in plan.loads:
+            self._poison_new(np.frombuffer(load.device_pages, np.int32))
+        return self._copies.begin(plan)
+
+    def _compute(self, plan: StepPlan, batch: StepBatch, mine: list[Sampled], gate: LayerGate) -> tuple[np.ndarray, list[LogprobBlock]]:
         """Forward and sampling. Returns the tokens int64 of `mine` and this rank's log probabilities."""
         if not batch.entries:
             return np.zeros(0, np.int64), []
@@ -151,7 +208,7 @@ class Executor:
         # On every rank, whose tokens are wanted on all of them: the ranks of an expert layer must know how many rows each has.
         scored = [found for extend, first in zip(plan.extends, batch.firsts.tolist()) if (found := self._scored_prompt(extend, first)) is not None]
         outputs = np.unique(np.concatenate([np.array([sample.last_row for sample in batch.samples], np.int64), *(prompt.rows for prompt in scored)]))
-        forward = self._runner.forward(batch.entries, batch.num_extends, batch.tokens, split, outputs)
+        forward = self._runner.forward(batch.entries, batch.num_extends, batch.tokens, split, outputs, gate)
         if self._poison:
             assert bool(forward.hidden.isfinite().all()), f"rank {self.rank}, step {plan.step}: a poisoned row was read"
         for i, (entry, first) in enumerate(zip(batch.entries, batch.firsts.tolist())):
@@ -207,6 +264,16 @@ class Executor:
 
 def _no_report(step: int, layer: int) -> None:
     """In-process use: nobody watches."""
+
+
+class _NoReporter:
+    """In-process use: nobody is told."""
+
+    def send(self, message: TicketEnded) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def resolve_dtype(args: ServerArgs, config: ModelSizes) -> torch.dtype:

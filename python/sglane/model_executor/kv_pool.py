@@ -28,9 +28,10 @@ class KVPool:
     def __init__(self, specs: list[PlaneSpec], num_rows: int, page_size: int, cp_size: int, rank: int, dtype: torch.dtype,
                  device: torch.device, peers: Peers | None = None):
         """num_rows includes row 0, which stays zero. peers: the other ranks, if they map each other's pools (CPU only)."""
-        self._cp_size = cp_size
-        self._rank = rank
-        self._device = device
+        self.num_rows = num_rows
+        self.cp_size = cp_size
+        self.rank = rank
+        self.device = device
         assert peers is None or device.type == "cpu", f"pools on {device} cannot be mapped by other ranks"
         shapes = {spec.name: (num_rows, spec.num_layers, page_size, spec.width) for spec in specs}
         self._memory = HostMemory(shapes, dtype, peers) if device.type == "cpu" else None
@@ -50,7 +51,7 @@ class KVPool:
     def use(self, pages: np.ndarray) -> None:
         """Pages int32 [m] are about to be written for the first time or again."""
         if self._memory is not None:
-            self._memory.use(int(pages.max(initial=0)) // self._cp_size)
+            self._memory.use(int(pages.max(initial=0)) // self.cp_size)
 
     def work_ahead(self) -> bool:
         """Called while there is nothing else to do: a few milliseconds of what later steps would wait for. False: nothing is left to do."""
@@ -58,16 +59,16 @@ class KVPool:
 
     def copy_tail(self, copy: TailCopy) -> None:
         """Raises AssertionError if the pages lie in different lanes."""
-        assert copy.src_page % self._cp_size == copy.dst_page % self._cp_size, f"tail copy between lanes: {copy}"
-        if copy.src_page % self._cp_size == self._rank:
+        assert copy.src_page % self.cp_size == copy.dst_page % self.cp_size, f"tail copy between lanes: {copy}"
+        if copy.src_page % self.cp_size == self.rank:
             for plane in self.planes.values():
-                plane.copy_tokens(copy.src_page // self._cp_size, copy.dst_page // self._cp_size, copy.num_tokens)
+                plane.copy_tokens(copy.src_page // self.cp_size, copy.dst_page // self.cp_size, copy.num_tokens)
 
     def poison(self, pages: np.ndarray) -> None:
         """Fill pages int32 [m] with NaN, so that any use of a row that was not written shows."""
-        rows = pages[pages % self._cp_size == self._rank].astype(np.int64) // self._cp_size
+        rows = pages[pages % self.cp_size == self.rank].astype(np.int64) // self.cp_size
         if len(rows):
             assert rows.min() > 0, "page of the sink row is to be poisoned"
-            index = torch.from_numpy(rows).to(self._device)
+            index = torch.from_numpy(rows).to(self.device)
             for plane in self.planes.values():
                 plane.fill(index, float("nan"))

@@ -1,4 +1,4 @@
-"""How many pages fit into the memory budget of a rank."""
+"""How many pages fit into the memory budget of a rank, on the device and in the host tier."""
 from pathlib import Path
 
 import torch
@@ -10,6 +10,8 @@ from sglane.server_args import ServerArgs
 DEFAULT_FRACTION = {"cpu": 0.5, "cuda": 0.85}
 #: KV pool of all ranks of a CPU server, unless --max-total-tokens or --mem-fraction-static is given.
 DEFAULT_CPU_KV_BYTES = 4 << 30
+#: Share of the RAM that pools and weights may take together; the rest is for activations, the other processes of the server, the system.
+MAX_FRACTION = 0.95
 
 
 def available_bytes(device: torch.device) -> int:
@@ -41,7 +43,7 @@ def pool_rows(args: ServerArgs, device: torch.device, available: int, fixed_byte
     if args.max_total_tokens is not None:
         wanted = -(-args.max_total_tokens // (args.page_size * args.cp_size)) + 1
         if wanted * page_bytes > budget and args.mem_fraction_static is None:
-            budget = int(available / num_sharers * 0.95) - fixed_bytes  # asked for by name: all that there is
+            budget = int(available / num_sharers * MAX_FRACTION) - fixed_bytes  # asked for by name: all that there is
         if wanted * page_bytes > budget:
             raise MemoryError(f"--max-total-tokens {args.max_total_tokens} needs {wanted * page_bytes / 2**30:.2f} GiB of KV pool per rank, "
                               f"but {max(budget, 0) / 2**30:.2f} GiB are left")
@@ -53,3 +55,33 @@ def pool_rows(args: ServerArgs, device: torch.device, available: int, fixed_byte
         raise MemoryError(f"no room for a KV pool: {budget / 2**30:.2f} GiB are left for pages of {page_bytes} bytes; "
                           "raise --mem-fraction-static or lower --page-size")
     return rows
+
+
+def host_rows(args: ServerArgs, available: int, taken_bytes: int, record_bytes: int) -> int:
+    """Rows of one lane in the host tier that there is room for, sink row included; 0 without a host tier. With --hicache-size it is that
+    number of bytes, a total for all planes. available: RAM in bytes, which the ranks of a node share evenly; taken_bytes: what this rank's
+    weights, scratch memory and device pool take of its share.
+
+    Raises MemoryError naming the flag, before anything is allocated.
+    """
+    if not args.enable_hierarchical_cache:
+        return 0
+    left = int(available / args.ranks_per_node * MAX_FRACTION) - taken_bytes
+    if args.hicache_size is not None:
+        wanted = int(args.hicache_size * 1e9)
+        if wanted > left:
+            raise MemoryError(f"--hicache-size {args.hicache_size:g} needs {wanted / 2**30:.2f} GiB of RAM per rank, but {max(left, 0) / 2**30:.2f} "
+                              "GiB are left")
+        if wanted < 2 * record_bytes:
+            raise MemoryError(f"--hicache-size {args.hicache_size:g} is less than two records of {record_bytes} bytes; raise it or lower --page-size")
+        return wanted // record_bytes
+    if left < 2 * record_bytes:
+        raise MemoryError(f"--enable-hierarchical-cache: no room for a host tier: {max(left, 0) / 2**30:.2f} GiB are left for records of "
+                          f"{record_bytes} bytes; lower --max-total-tokens or --mem-fraction-static")
+    return left // record_bytes
+
+
+def check_host_size(args: ServerArgs, available: int) -> None:
+    """Before the weights are read, which may take minutes. Raises MemoryError if --hicache-size does not fit even without them."""
+    if args.enable_hierarchical_cache and args.hicache_size is not None:
+        host_rows(args, available, 0, 1)

@@ -9,6 +9,7 @@ from torch import Tensor
 from sglane.distributed.groups import Groups
 from sglane.forward.expert_rows import expert_rows
 from sglane.forward.forward_batch import ForwardBatch, LayerHooks
+from sglane.forward.layer_hooks import OPEN_GATE, LayerGate
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.paged import PagedAttention
@@ -36,6 +37,10 @@ class ModelSizes(Protocol):
 
     def kv_planes(self) -> tuple[tuple[str, int, int], ...]:
         """(name, layers, width in elements) of every plane."""
+        ...
+
+    def written_after(self) -> dict[str, tuple[int, ...]]:
+        """For each layer of every plane the layer of the model after which its rows of a step are written; ascending."""
         ...
 
     def query_widths(self) -> tuple[int, int, int]:
@@ -92,18 +97,20 @@ class ModelRunner:
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
 
-    def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit, outputs: np.ndarray) -> StepForward:
+    def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit, outputs: np.ndarray,
+                gate: LayerGate = OPEN_GATE) -> StepForward:
         """entries: `num_extends` extends, then continues; tokens int64 [T] in global order; outputs int64 [M], ascending: tokens of all
         ranks, by their place in that order, whose hidden states are wanted; each rank returns its own. Every rank calls it, also without local
-        tokens, with the same arguments."""
+        tokens, with the same arguments. gate: what this rank's layers wait for."""
         exchange = self._exchange
         local = split.local(exchange.rank)
         lanes = split.lanes(outputs)
         own = outputs[lanes == exchange.rank]
         max_outputs = int(np.bincount(lanes, minlength=1).max())
         view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules)
-        with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread) as prefix:
-            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._tap)
+        with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread, gate) as prefix:
+            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._tap,
+                                       gate)
             batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
                                  torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,
                                  expert_rows(self._experts, split.max_length), expert_rows(self._experts, max_outputs))

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from sglane.distributed.exchange.local import Exchange
 from sglane.forward.forward_batch import IndexInputs, SharedSelection
+from sglane.forward.layer_hooks import OPEN_GATE, LayerGate
 from sglane.layers.attention.blocked import MergedRows, attend_causal, attend_partial, attend_rows, merge_partials
 from sglane.layers.attention.indexer import (
     ExtendSelection,
@@ -30,20 +31,23 @@ class PagedAttention:
     partial results (gather-Q). A layer makes at most one call of each kind."""
 
     def __init__(self, kv: Plane, index: Plane | None, view: StepView, exchange: Exchange, prefix: PrefixReader,
-                 tap: SelectionTap | None = None):
-        """index: the index-key plane of a DSA model. prefix: the rows of earlier steps of the planes' names. tap: see SelectionTap."""
+                 tap: SelectionTap | None = None, gate: LayerGate = OPEN_GATE):
+        """index: the index-key plane of a DSA model. prefix: the rows of earlier steps of the planes' names. tap: see SelectionTap. gate: passed
+        before a layer of a plane is read, and before the first exchange about it: after that every lane's rows are there."""
         self._kv = kv
         self._index = index
         self._view = view
         self._exchange = exchange
         self._prefix = prefix
         self._tap = tap
+        self._gate = gate
         # Selection of the last full layer, kept for the IndexShare layers after it.
         self._extend_sets: list[ExtendSelection] = []
         self._query_sets: LaneSelection | None = None
 
     def gqa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """See AttentionOps."""
+        self._gate.wait(self._kv.name, layer)
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = k.shape[1]
         rows = torch.cat((k.flatten(1), v.flatten(1)), 1)  # [n, 2 * Hkv * D]
@@ -100,6 +104,7 @@ class PagedAttention:
     def mla(self, layer: int, q_nope: Tensor, q_rope: Tensor, kv: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float,
             index: IndexInputs | SharedSelection | None) -> Tensor:
         """See AttentionOps."""
+        self._gate.wait(self._kv.name, layer)
         view = self._view
         heads = Heads(w_uk, w_uv, scale)
         self._kv.write(layer, view.rows, view.offsets, kv)
@@ -163,6 +168,7 @@ class PagedAttention:
         """Write the index keys of this layer and choose the keys of every query of the step."""
         view, plane = self._view, self._index
         assert plane is not None, f"layer {layer} has an indexer, but there is no index plane"
+        self._gate.wait(plane.name, index.layer)
         keys = index.k.to(plane.buffer.dtype)
         plane.write(index.layer, view.rows, view.offsets, keys)
         q = index.q.float() * index.scale

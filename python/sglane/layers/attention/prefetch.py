@@ -2,11 +2,13 @@
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from sglane import environ
+from sglane.forward.layer_hooks import OPEN_GATE, LayerGate
 from sglane.layers.attention.prefix import PageTile, PrefixPages, PrefixPlan
 from sglane.utils import fallback
 
@@ -24,14 +26,24 @@ class PrefetchThread:
         self._pool = ThreadPoolExecutor(1, "prefix-prefetch", initializer=torch.set_num_threads, initargs=(1,))
         self._pool.submit(int).result()
 
-    def submit(self, pages: PrefixPages, plan: PrefixPlan, layer: int, tile: int) -> Future[PageTile]:
-        return self._pool.submit(fetch, pages, plan, layer, tile)
+    def submit(self, source: "PrefixSource", plan: PrefixPlan, layer: int, tile: int) -> Future[PageTile]:
+        return self._pool.submit(fetch, source, plan, layer, tile)
+
+
+@dataclass(frozen=True)
+class PrefixSource:
+    """Where the prefix pages of plane `name` come from, and what they wait for."""
+
+    name: str
+    pages: PrefixPages
+    gate: LayerGate
 
 
 @torch.inference_mode()
-def fetch(pages: PrefixPages, plan: PrefixPlan, layer: int, tile: int) -> PageTile:
+def fetch(source: PrefixSource, plan: PrefixPlan, layer: int, tile: int) -> PageTile:
     """The tile's pages, here."""
-    return pages.launch(layer, pages.materialise(layer, plan.tiles[tile]))
+    source.gate.wait(source.name, layer)
+    return source.pages.launch(layer, source.pages.materialise(layer, plan.tiles[tile]))
 
 
 class PrefixReader:
@@ -41,9 +53,9 @@ class PrefixReader:
     plan and are the same on every rank.
     """
 
-    def __init__(self, pages: Mapping[str, PrefixPages], plan: PrefixPlan, thread: PrefetchThread | None):
-        """pages: by plane name. thread: None on one rank, where nothing has to be fetched."""
-        self._pages = pages
+    def __init__(self, pages: Mapping[str, PrefixPages], plan: PrefixPlan, thread: PrefetchThread | None, gate: LayerGate = OPEN_GATE):
+        """pages: by plane name. thread: None on one rank, where nothing has to be fetched. gate: passed before a layer's pages are read."""
+        self._sources = {name: PrefixSource(name, found, gate) for name, found in pages.items()}
         self._plan = plan
         self._thread = thread if wants_prefetch(plan) else None
         self._ahead: dict[tuple[str, int, int], Future[PageTile]] = {}
@@ -53,7 +65,7 @@ class PrefixReader:
 
     def __enter__(self) -> "PrefixReader":
         if self._thread is not None:
-            for name in sorted(self._pages):  # target.index is needed before target.kv
+            for name in sorted(self._sources):  # target.index is needed before target.kv
                 self._launch(self._thread, name, 0, 0)
         return self
 
@@ -76,7 +88,7 @@ class PrefixReader:
             self._held.pop(name).close()
         begin_s = time.perf_counter()
         if self._thread is None:
-            found = fetch(self._pages[name], self._plan, layer, tile)
+            found = fetch(self._sources[name], self._plan, layer, tile)
         else:
             found = self._take_ahead(self._thread, name, layer, tile)
         self.waited_s += time.perf_counter() - begin_s
@@ -90,10 +102,10 @@ class PrefixReader:
         found = self._ahead.pop((name, layer, tile)).result()
         if tile + 1 < len(self._plan.tiles):
             self._launch(thread, name, layer, tile + 1)
-        elif layer + 1 < self._pages[name].num_layers:
+        elif layer + 1 < self._sources[name].pages.num_layers:
             self._launch(thread, name, layer + 1, 0)
         return found
 
     def _launch(self, thread: PrefetchThread, name: str, layer: int, tile: int) -> None:
         if (name, layer, tile) not in self._ahead:
-            self._ahead[name, layer, tile] = thread.submit(self._pages[name], self._plan, layer, tile)
+            self._ahead[name, layer, tile] = thread.submit(self._sources[name], self._plan, layer, tile)
