@@ -371,7 +371,7 @@ class Planner:
             "lanes": self.scheduler.lanes(),
             "evictions": self.scheduler.ledger.evictions(),
             "sessions": self.scheduler.sessions.report(),
-            "host_cache": self._host_work.report(NO_HOST_TIER, 0, 0, enabled=False),
+            "host_cache": self._host_work.report(self.scheduler.ledger.host_report(), self._record_bytes, enabled=self._args.enable_hierarchical_cache),
             **self.scheduler.load(),
             **self.scheduler.set_aside(),
         }

@@ -168,7 +168,7 @@ class Worker:
                 while (job := self._queue.get()) is not None and not self.is_stopping:
                     if self._carry_out(job):
                         self._holds.at("ack")
-                        reporter.send(TicketEnded(self._rank, job.ticket, job.num_bytes, time.perf_counter() - job.begin_s))
+                        reporter.send(TicketEnded(self._rank, job.ticket, job.is_load, job.num_bytes, time.perf_counter() - job.begin_s))
             finally:
                 reporter.close()
 
@@ -378,4 +378,4 @@ class CopyEngine:
         if not host_rows:
             return None
         self._pool.use(np.frombuffer(order.device_pages, np.int32))
-        return CopyJob(order.ticket, host_rows, device_rows, len(host_rows) * self.host.record_bytes)
+        return CopyJob(order.ticket, isinstance(order, Load), host_rows, device_rows, len(host_rows) * self.host.record_bytes)

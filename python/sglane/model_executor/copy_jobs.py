@@ -65,9 +65,10 @@ def _layers_at_once(spec: PlaneSpec, page_size: int) -> int:
 class CopyJob:
     """One rank's part of a ticket: pairs of rows."""
 
-    def __init__(self, ticket: int, host_rows: list[int], device_rows: list[int], num_bytes: int):
+    def __init__(self, ticket: int, is_load: bool, host_rows: list[int], device_rows: list[int], num_bytes: int):
         """num_bytes: of all pairs."""
         self.ticket = ticket
+        self.is_load = is_load
         self.host_rows = host_rows
         self.device_rows = device_rows
         self.num_bytes = num_bytes
