@@ -87,7 +87,7 @@ class LedgerWorld:
         self.note_eviction(before)
         assert answer.num_cached_tokens == holding.num_cached_tokens and answer.pages.tolist() == holding.pages.tolist()
         if answer.tail_copy is not None:
-            source, target, num_rows = answer.tail_copy
+            source, target, num_rows, _ = answer.tail_copy
             assert self.layout.lane(source) == self.layout.lane(target) and 0 < num_rows < self.layout.page_size
             assert answer.pages[holding.num_cached_tokens // self.layout.page_size] == target
             self.plan_copies.append((request, answer.tail_copy))
@@ -160,7 +160,7 @@ class LedgerWorld:
         self.step += 1
         self.ledger.issued(self.step)
         self.pool[self.ledger.drain_reusable()] = POISON
-        for _, (source, target, num_rows) in self.plan_copies:
+        for _, (source, target, num_rows, _) in self.plan_copies:
             self.pool[target, :num_rows] = self.pool[source, :num_rows]
         for request in self.plan_entries:
             self.write(request, request.num_issued, request.planned)
@@ -179,7 +179,7 @@ class LedgerWorld:
         for read in reads:
             self.check_read(read)
             read.request.num_retired = max(read.request.num_retired, read.num_rows)
-        for request, (source, _, num_rows) in copies:  # a slow rank copies only now
+        for request, (source, _, num_rows, _) in copies:  # a slow rank copies only now
             start = request.holding.num_cached_tokens - num_rows
             assert self.pool[source, :num_rows].tolist() == request.contents[start : start + num_rows].tolist()
         self.ledger.retired(step)
@@ -236,7 +236,7 @@ class LedgerWorld:
     def unreachable(self, holding):
         """Pages that nothing can give to this holding now: private pages of all, and the tree's that leases protect, but for the source."""
         tree = self.ledger._tree
-        evictable = tree.evictable_counts() if holding.source is None else tree.evictable_after_unpin(holding.source.node)
+        evictable = tree.evictable_counts() if holding.source is None else tree.evictable_without([holding.source.node])
         device = self.ledger.snapshot()["device"]
         return sum(device["held"]) + sum(device["cached"]) - int(evictable.sum())
 

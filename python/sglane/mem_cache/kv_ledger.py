@@ -1,4 +1,4 @@
-"""The only door to KV for the scheduler. It joins the radix tree, the page allocator and the step stamps.
+"""The only door to KV for the scheduler. It joins the radix tree, the page allocators, the tickets of the host tier and the step stamps.
 
 Everything is counted in valid tokens towards the caller and in pages inside. A shortage is a value (`Shortfall`), a broken invariant a
 `LedgerError`. Pages of a row are either the tree's (under the holding's lease) or private; no page is ever both.
@@ -7,23 +7,28 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sglane.mem_cache.holding import ADMITTED, MATCHED, Admission, Holding, RowChange, TailCopyOrder
+from sglane.mem_cache.hiradix_cache import Residency
+from sglane.mem_cache.holding import ADMITTED, MATCHED, Admission, BackupOrder, Holding, LoadOrder, RowChange, TailCopyOrder
+from sglane.mem_cache.host_tier import HostTier
 from sglane.mem_cache.lane_allocator import LaneAllocator
 from sglane.mem_cache.ledger_audit import audit_ledger
 from sglane.mem_cache.owner_policy import decode_owner, prefill_owners
-from sglane.mem_cache.page_layout import NO_PAGES, Demand, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
+from sglane.mem_cache.page_layout import NO_PAGES, Demand, HostOptions, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
 from sglane.mem_cache.page_supply import PageSupply
 from sglane.mem_cache.radix_cache import RadixCache
 from sglane.mem_cache.radix_key import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, check_key
+from sglane.mem_cache.radix_node import Node
 from sglane.utils import fallback
 
-__all__ = ["Admission", "Holding", "KVLedger", "LedgerError", "RowChange", "Shortfall", "TailCopyOrder"]
+__all__ = [
+    "Admission", "BackupOrder", "Holding", "HostOptions", "KVLedger", "LedgerError", "LoadOrder", "RowChange", "Shortfall", "TailCopyOrder",
+]
 
 
 class KVLedger:
     """num_rows: rows of each lane, the sink row included. prefix_cache=False: no request finds or leaves anything in the tree.
     record_reusable: keep the list that drain_reusable() returns. bigram_keys: all keys are bigram keys (int64), else token keys (int32); a key of
-    the other type raises ValueError before anything is changed."""
+    the other type raises ValueError before anything is changed. host: None without a host tier."""
 
     def __init__(
         self,
@@ -33,14 +38,17 @@ class KVLedger:
         prefix_cache: bool = True,
         record_reusable: bool = False,
         bigram_keys: bool = False,
+        host: HostOptions | None = None,
     ) -> None:
         self.layout = layout
         self.prefix_cache = prefix_cache
         self.num_rows = num_rows
         self.num_slots = num_slots
         self._allocator = LaneAllocator(layout, num_rows, record_reusable)
-        self._tree = RadixCache(layout, BIGRAM_BYTES if bigram_keys else TOKEN_BYTES)
-        self._supply = PageSupply(layout, self._allocator, self._tree)
+        residency = None if host is None else Residency(layout, num_rows, host.num_rows, record_reusable)
+        self._tree = RadixCache(layout, BIGRAM_BYTES if bigram_keys else TOKEN_BYTES, residency)
+        self._supply = PageSupply(layout, self._allocator, self._tree, residency)
+        self._host = None if host is None or residency is None else HostTier(layout, host.min_hits, residency, self._tree, self._supply)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._holdings: dict[int, Holding] = {}  # open ones, by serial number
         self._unissued: list[Holding] = []  # admitted with a tail copy that no issued step carries yet
@@ -63,7 +71,7 @@ class KVLedger:
         check_key(key, self._tree.element_bytes)
         limit = max(max_tokens, 0) if self.prefix_cache else 0
         self._next_serial += 1
-        holding = Holding(self._next_serial, self._tree.match(key[:limit], namespace), self.layout.cp_size)
+        holding = Holding(self._next_serial, self._tree.match(key[:limit], namespace), self.layout)
         self._holdings[holding.serial] = holding
         return holding
 
@@ -78,36 +86,46 @@ class KVLedger:
     def admit(self, holding: Holding, num_tokens: int, lane_tokens: LaneCounts) -> Admission | Shortfall:
         """First growth: pages that cover `num_tokens` rows (the hit and the first chunk), and a slot; call has_free_slot() first.
 
-        lane_tokens: int64 [cp_size] tokens that each lane already computes in this step (not changed). A hit that ends inside a page gets a
-        private page in the lane of that page, and the order to copy. If only that lane is short, the hit is cut to the page (fallback
-        tail_copy_skipped): read num_cached_tokens of the answer. After a Shortfall the holding stays matched: ask again or cancel.
+        lane_tokens: int64 [cp_size] tokens that each lane already computes in this step (not changed). The part of a hit that is on the host gets
+        device pages in the same lanes, and the order to load them. A hit that ends inside a page gets a private page in the lane of that page, and
+        the order to copy. If only some lanes are short, the hit is cut to the page (fallback tail_copy_skipped), or to its device part
+        (load_back_skipped): read num_cached_tokens of the answer; the row covers `num_tokens` rows all the same. After a Shortfall the holding
+        stays matched: ask again or cancel.
         """
         holding.expect(MATCHED)
         if not self._free_slots:
             raise LedgerError(f"holding {holding.serial} is admitted, but all {self.num_slots} slots are taken")
+        holding.moved_to_device(holding.lease.path_pages(holding.lease.root)[0])
         num_new = self.layout.num_pages(num_tokens) - holding.num_tree_pages
-        if num_tokens < holding.num_cached_tokens or num_new < 1:
+        if num_tokens < holding.num_cached_tokens or num_new <= holding.num_host_pages:
             raise LedgerError(f"admission of {num_tokens} tokens, but {holding.num_cached_tokens} are cached: nothing to compute")
-        fixed = self.layout.no_counts()
-        if holding.source is not None:
-            fixed[self.layout.lane(holding.source.page)] = 1
-            if self._only_tail_lane_is_short(holding, Demand(fixed, num_new - 1)):
-                fallback.count("tail_copy_skipped")
-                self._end_source(holding)
-                holding.cut_to_page(self.layout.page_size)
-                fixed = self.layout.no_counts()
-        num_free = num_new - int(fixed.sum())
+        self._cut_to_what_fits(holding, num_new)
+        fixed_lanes = self._fixed_lanes(holding)
+        fixed = np.bincount(fixed_lanes, minlength=self.layout.cp_size)
+        num_free = num_new - len(fixed_lanes)
         pages = self._supply.reserve(holding.serial, Demand(fixed, num_free), self._prefill_policy(holding, num_free, fixed, lane_tokens))
         if isinstance(pages, Shortfall):
             return pages
-        tail_copy = None
+        given = np.empty_like(pages)
+        given[np.argsort(fixed_lanes, kind="stable")] = pages[: len(fixed_lanes)]
+        given[len(fixed_lanes) :] = pages[len(fixed_lanes) :]
+        return self._admitted(holding, given)
+
+    def _admitted(self, holding: Holding, pages: Pages) -> Admission:
+        """pages: for the host part, the tail and the first chunk, in this order."""
+        load, tail_copy, num_loaded = None, None, holding.num_host_pages
+        if self._host is not None:
+            self._host.hit(holding.lease, holding.num_cached_device, holding.num_cached_host)
+            if num_loaded:
+                load = self._host.load(holding.lease, pages[:num_loaded])
+                holding.loaded(pages[:num_loaded])
         if holding.source is not None:
-            num_rows = holding.num_cached_tokens % self.layout.page_size
-            tail_copy = TailCopyOrder(holding.source.page, int(pages[0]), num_rows)
+            source = holding.source
+            tail_copy = TailCopyOrder(source.page, int(pages[num_loaded]), source.num_tokens, source.from_host)
             self._unissued.append(holding)
-        holding.admitted(self._free_slots.pop(), pages)
+        holding.admitted(self._free_slots.pop(), pages[num_loaded:])
         self._homes[holding.home_lane] += 1
-        return Admission(holding.slot, holding.pages.copy(), holding.num_cached_tokens, tail_copy)
+        return Admission(holding.slot, holding.pages.copy(), holding.num_cached_tokens, tail_copy, load)
 
     def extend(self, holding: Holding, num_tokens: int, *, decode: bool, lane_tokens: LaneCounts) -> Pages | Shortfall:
         """Pages to append so that the row covers `num_tokens` rows in all, int32 [n], n may be 0."""
@@ -164,9 +182,45 @@ class KVLedger:
         self._homes[holding.home_lane] -= 1
         self._end(holding)
 
+    def plan_backup(self, holding: Holding, key: RadixKey, num_rows: int) -> None:
+        """An extend of the plan in the making computes rows of `key` up to `num_rows`: host pages are reserved for the private pages that are whole
+        then, but for those that the tree has. Where the host has no room (fallback host_backup_skipped), the first ones go first."""
+        holding.expect(ADMITTED)
+        check_key(key, self._tree.element_bytes)
+        if self._host is None or self._host.min_hits > 1 or not self.prefix_cache:
+            return
+        key = key[:num_rows]
+        num_whole = min(len(key) // self.layout.page_size, len(holding.pages))
+        if num_whole > holding.num_tree_pages:
+            first = self._tree.probe(holding.lease, key) // self.layout.page_size
+            self._host.reserve(holding.pages[first:num_whole], is_written=False)
+
+    def take_backups(self) -> list[BackupOrder]:
+        """All reservations since the last call, for the plan that is issued next: at most one order of rows that it computes and one of earlier
+        rows. Call it just before drain_reusable_host()."""
+        return self._host.take_backups() if self._host is not None else []
+
+    def ticket_ended(self, ticket: int, lane: int) -> None:
+        """A lane has done its part of a load or backup. The ticket ends when all lanes with pages of it have. Raises LedgerError for a ticket that
+        is not open, and for a lane that has no part in it or has said so before."""
+        if self._host is None:
+            raise LedgerError(f"lane {lane} has ended ticket {ticket}, but there is no host tier")
+        self._host.ticket_ended(ticket, lane)
+
+    def has_open_tickets(self) -> bool:
+        """Copies are under way, or ordered by an admission or take_backups()."""
+        return self._host is not None and self._host.has_open_tickets()
+
+    def pending_load(self, holding: Holding) -> int:
+        """The newest open load of a page of the row; 0: all of its pages are there."""
+        return self._host.newest_load(holding.pages) if self._host is not None else 0
+
     def issued(self, step: int) -> None:
         """Step `step` is on its way: later frees wait for it. The sources of its tail copies lose their extra leases."""
         self._supply.issued(step)
+        if self._host is not None:
+            sources = [holding.source.page for holding in self._unissued if holding.source is not None and holding.source.from_host]
+            self._host.residency.issued(step, np.array(sources, np.int32))
         for holding in self._unissued:
             self._end_source(holding)
         self._unissued.clear()
@@ -174,6 +228,8 @@ class KVLedger:
     def retired(self, step: int) -> None:
         """All ranks have returned the result of `step`."""
         self._supply.retired(step)
+        if self._host is not None:
+            self._host.residency.retired(step)
 
     def available(self) -> LaneCounts:
         """int64 [cp_size] free and evictable pages (not those that wait for a step)."""
@@ -183,10 +239,15 @@ class KVLedger:
         return self._allocator.free_counts()
 
     def flush(self) -> None:
-        """Empty the tree. Raises LedgerError while any request holds KV."""
+        """Empty the tree. Raises LedgerError while any request holds KV or a ticket is open."""
         if self._holdings:
             raise LedgerError(f"flush while {len(self._holdings)} requests hold KV: {sorted(self._holdings)[:8]}")
-        self._supply.give(self._tree.clear())
+        if self.has_open_tickets():
+            raise LedgerError("flush while copies are under way")
+        pages, host_pages = self._tree.clear()
+        self._supply.give(pages)
+        if self._host is not None:
+            self._host.residency.free(host_pages)
 
     def evictions(self) -> dict[str, object]:
         """Tokens (whole pages) that left the tree to make room since the start, and how long each eviction took."""
@@ -202,24 +263,37 @@ class KVLedger:
         """Pages that became reusable since the last call. Take them into every plan: a page may be in use again in the step after."""
         return self._allocator.drain_reusable()
 
+    def drain_reusable_host(self) -> Pages:
+        """The same of host pages."""
+        return self._host.residency.allocator.drain_reusable() if self._host is not None else NO_PAGES
+
+    def host_report(self) -> dict[str, object]:
+        """What the host tier has done since the start; zeros without one. Tokens are those of whole pages; a copy counts when its ticket ends."""
+        if self._host is not None:
+            return self._host.report()
+        dropped = dict.fromkeys(("no_room", "evicted_before_end", "host_evicted"), 0)
+        names = ("backup_tokens", "load_tokens", "backup_duplicates", "hits_device_tokens", "hits_host_tokens")
+        return {**dict.fromkeys(names, 0), "dropped_tokens": dropped}
+
     def snapshot(self) -> dict[str, object]:
         """Counts for /server_info and metrics."""
         total = np.full(self.layout.cp_size, self.num_rows - 1, np.int64)
         free, tickets, cached = self._allocator.free_counts(), self._allocator.ticket_counts(), self._tree.cached_counts()
+        host = dict.fromkeys(("total", "free", "cached", "held", "tickets"), self.layout.no_counts()) if self._host is None else self._host.counts()
         device = {"total": total, "free": free, "cached": cached, "held": total - free - tickets - cached, "tickets": tickets}
         return {
             "page_size": self.layout.page_size,
             "cp_size": self.layout.cp_size,
             "device": {name: counts.tolist() for name, counts in device.items()},
-            "host": {name: [0] * self.layout.cp_size for name in device},
+            "host": {name: counts.tolist() for name, counts in host.items()},
             "slots": {"total": self.num_slots, "free": len(self._free_slots)},
-            "leases": sum(1 if holding.source is None else 2 for holding in self._holdings.values()),
+            "leases": sum(1 if holding.source is None else 2 for holding in self._holdings.values()) + len(self._tree.loads()),
             "requests": len(self._holdings),
         }
 
     def audit(self) -> None:
         """Raises LedgerError unless every page is in exactly one class and the tree, the leases, the slots and the homes are consistent."""
-        audit_ledger(self._allocator, self._tree, list(self._holdings.values()), self._free_slots, self.num_slots)
+        audit_ledger(self._allocator, self._tree, list(self._holdings.values()), self._free_slots, self.num_slots, self._host)
         homes = [holding.home_lane for holding in self._holdings.values() if holding.state == ADMITTED]
         if (np.bincount(homes, minlength=self.layout.cp_size) != self._homes).any():
             raise LedgerError(f"homes are booked as {self._homes.tolist()}, the holdings have {sorted(homes)}")
@@ -235,13 +309,35 @@ class KVLedger:
         loads, homes = lane_tokens + fixed * self.layout.page_size, self._other_homes(holding)
         return lambda available: prefill_owners(num_pages, self.layout, loads, homes, available)
 
-    def _only_tail_lane_is_short(self, holding: Holding, demand: Demand) -> bool:
-        """The demand cannot be met, but the same number of pages in any lanes could, once the source of the copy is no longer leased."""
-        assert holding.source is not None
-        if self._supply.fits(demand, self._tree.evictable_counts()):
-            return False
-        anywhere = Demand(self.layout.no_counts(), demand.free + 1)
-        return self._supply.fits(anywhere, self._tree.evictable_after_unpin(holding.source.node))
+    def _fixed_lanes(self, holding: Holding) -> Lanes:
+        """int32 [n] lanes of the device pages for the hit's host part, in path order, and of the page for its tail."""
+        host_pages = holding.lease.path_pages(holding.lease.root)[1] if holding.num_host_pages else NO_PAGES
+        tail = NO_PAGES if holding.source is None else np.array([holding.source.page], np.int32)
+        return self.layout.lanes(np.concatenate((host_pages, tail)))
+
+    def _cut_to_what_fits(self, holding: Holding, num_pages: int) -> None:
+        """If the pages of the hit's own lanes cannot be had, but the same number in other lanes could: cut the hit. num_pages: all new ones."""
+        fixed_lanes = self._fixed_lanes(holding)
+        ended: list[Node] = []
+        if not self._fits(fixed_lanes, num_pages, ended) and holding.source is not None:
+            ended = [holding.source.node]
+            fixed_lanes = fixed_lanes[:-1]
+            if self._fits(fixed_lanes, num_pages, ended):
+                fallback.count("tail_copy_skipped")
+                self._end_source(holding)
+                holding.cut_to_page()
+                return
+        if holding.num_host_pages and not self._fits(fixed_lanes, num_pages, ended) and self._fits(fixed_lanes[:0], num_pages, ended):
+            fallback.count("load_back_skipped")
+            self._end_source(holding)
+            old_lease, lease = holding.lease, self._tree.device_end(holding.lease)
+            self._tree.pin(lease)
+            holding.cut_to_device(lease)
+            self._supply.give(self._tree.unpin(old_lease))
+
+    def _fits(self, fixed_lanes: Lanes, num_pages: int, ended: list[Node]) -> bool:
+        fixed = np.bincount(fixed_lanes, minlength=self.layout.cp_size)
+        return self._supply.fits(Demand(fixed, num_pages - len(fixed_lanes)), ended)
 
     def _insert(self, holding: Holding, key: RadixKey) -> Pages:
         """Walk, move the row to canonical pages, then free duplicates. Returns the canonical pages that replaced the row's."""
@@ -258,7 +354,12 @@ class KVLedger:
         self._homes[holding.home_lane] -= 1  # the last page may be replaced too
         holding.published(insertion.end, insertion.canonical, first + len(insertion.canonical) + insertion.num_taken)
         self._homes[holding.home_lane] += 1
-        self._supply.give(np.concatenate((duplicates, insertion.dropped, self._tree.unpin(old_lease))))
+        left = self._supply.give(duplicates)
+        self._supply.give(np.concatenate((insertion.dropped, self._tree.unpin(old_lease))))
+        if self._host is not None:
+            self._host.duplicated(left.num_ready + left.num_reserved + insertion.num_duplicates)
+            if self._host.min_hits == 1:
+                self._host.reserve(own[len(duplicates) : len(duplicates) + insertion.num_taken], is_written=True)
         return insertion.canonical
 
     def _end_source(self, holding: Holding) -> None:

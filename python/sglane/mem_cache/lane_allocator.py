@@ -4,8 +4,10 @@ The life of a page here:
 
     FREE --alloc--> TAKEN --free, no step outstanding--> FREE
                     TAKEN --free, steps outstanding----> TICKET --retire(stamp)--> FREE
+                    TAKEN --park-----------------------> PARKED --unpark--> as free
 
-TAKEN covers what the ledger calls cached (in the tree) and held (of a request). The sink row of each lane is in no class.
+A parked page has been given back, but an asynchronous copy of it has not ended. TAKEN covers what the ledger calls cached (in the tree) and
+held (of a request). The sink row of each lane is in no class.
 """
 from collections import deque
 
@@ -14,8 +16,8 @@ import numpy.typing as npt
 
 from sglane.mem_cache.page_layout import NO_PAGES, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
 
-FREE, TAKEN, TICKET, SINK = 0, 1, 2, 3
-STATE_NAMES = ("free", "taken", "ticket", "sink")
+FREE, TAKEN, TICKET, SINK, PARKED = 0, 1, 2, 3, 4
+STATE_NAMES = ("free", "taken", "ticket", "sink", "parked")
 
 
 class LaneAllocator:
@@ -31,6 +33,7 @@ class LaneAllocator:
         self._stacks: list[Pages] = [rows * np.int32(cp_size) + np.int32(lane) for lane in range(cp_size)]  # the top is taken first
         self._num_free: LaneCounts = np.full(cp_size, num_rows - 1, np.int64)
         self._num_tickets: LaneCounts = layout.no_counts()
+        self._num_parked: LaneCounts = layout.no_counts()
         self._tickets: deque[tuple[int, Pages]] = deque()  # (stamp, pages), stamps never fall
         self._state: npt.NDArray[np.uint8] = np.full(num_rows * cp_size, FREE, np.uint8)
         self._state[:cp_size] = SINK
@@ -42,7 +45,8 @@ class LaneAllocator:
         return self._num_free.copy()
 
     def ticket_counts(self) -> LaneCounts:
-        return self._num_tickets.copy()
+        """Pages that will be free when steps have retired or copies have ended."""
+        return self._num_tickets + self._num_parked
 
     def alloc(self, owners: Lanes) -> Pages | Shortfall:
         """One free page of each named lane, int32 [n] in the order of `owners`; a Shortfall (nothing changed) if a lane lacks pages."""
@@ -50,7 +54,7 @@ class LaneAllocator:
             return self._alloc_one(int(owners[0]))
         wanted = np.bincount(owners, minlength=self.layout.cp_size)
         if (wanted > self._num_free).any():
-            pending = bool((wanted <= self._num_free + self._num_tickets).all())
+            pending = bool((wanted <= self._num_free + self.ticket_counts()).all())
             return Shortfall(np.maximum(wanted - self._num_free, 0), 0, pending)
         pages = np.empty(len(owners), np.int32)
         for lane in np.flatnonzero(wanted).tolist():
@@ -65,7 +69,7 @@ class LaneAllocator:
         is not taken (double free, foreign page, sink) or named twice; nothing is changed then."""
         if not len(pages):
             return
-        self._check_taken(pages)
+        self._check(pages, TAKEN)
         if step_stamp <= self._retired_step:
             self._make_reusable(pages)
             return
@@ -74,6 +78,25 @@ class LaneAllocator:
         self._state[pages] = TICKET
         self._num_tickets += self.layout.lane_counts(pages)
         self._tickets.append((step_stamp, pages.copy()))
+
+    def park(self, pages: Pages) -> None:
+        """Give pages back of which a copy is under way. Raises LedgerError as free() does."""
+        if len(pages):
+            self._check(pages, TAKEN)
+            self._state[pages] = PARKED
+            self._num_parked += self.layout.lane_counts(pages)
+
+    def unpark(self, pages: Pages, step_stamp: int) -> None:
+        """The copies have ended: the pages are freed. Raises LedgerError for pages that are not parked."""
+        if len(pages):
+            self._check(pages, PARKED)
+            self._state[pages] = TAKEN
+            self._num_parked -= self.layout.lane_counts(pages)
+            self.free(pages, step_stamp)
+
+    def is_parked(self, pages: Pages) -> npt.NDArray[np.bool_]:
+        """bool [n]"""
+        return np.asarray(self._state[pages] == PARKED)
 
     def retire(self, step: int) -> None:
         """All ranks have returned the result of `step`: pages stamped up to it become reusable."""
@@ -96,12 +119,13 @@ class LaneAllocator:
         return np.concatenate([stack[:count] for stack, count in zip(self._stacks, self._num_free.tolist(), strict=True)])
 
     def ticket_pages(self) -> Pages:
-        return np.concatenate([pages for _, pages in self._tickets]) if self._tickets else NO_PAGES
+        """Pages that wait for a step or for the end of a copy (for audits)."""
+        return np.concatenate([NO_PAGES, *(pages for _, pages in self._tickets), np.flatnonzero(self._state == PARKED).astype(np.int32)])
 
     def audit(self) -> None:
         """Raises LedgerError unless states, stacks, tickets and counts tell the same."""
-        for state, listed, counts in ((FREE, self.free_pages(), self._num_free), (TICKET, self.ticket_pages(), self._num_tickets)):
-            marked = np.flatnonzero(self._state == state).astype(np.int32)
+        for state, listed, counts in ((FREE, self.free_pages(), self._num_free), (TICKET, self.ticket_pages(), self.ticket_counts())):
+            marked = np.flatnonzero((self._state == state) | ((self._state == PARKED) & (state == TICKET))).astype(np.int32)
             odd = np.setxor1d(marked, listed)
             if len(odd) or len(listed) != len(marked):
                 raise LedgerError(f"pages listed and marked as {STATE_NAMES[state]} differ: {self.layout.describe(odd)}")
@@ -113,19 +137,19 @@ class LaneAllocator:
         if top == 0:
             missing = self.layout.no_counts()
             missing[lane] = 1
-            return Shortfall(missing, 0, bool(self._num_tickets[lane]))
+            return Shortfall(missing, 0, bool(self.ticket_counts()[lane]))
         pages = self._stacks[lane][top - 1 : top].copy()
         self._num_free[lane] = top - 1
         self._state[pages] = TAKEN
         return pages
 
-    def _check_taken(self, pages: Pages) -> None:
+    def _check(self, pages: Pages, state: int) -> None:
         if int(pages.min()) < 0 or int(pages.max()) >= len(self._state):
             raise LedgerError(f"pages {self.layout.describe(pages)} given back, but the pool has pages up to {len(self._state) - 1}")
-        wrong = pages[self._state[pages] != TAKEN]
+        wrong = pages[self._state[pages] != state]
         if len(wrong):
-            states = sorted({STATE_NAMES[state] for state in self._state[wrong].tolist()})
-            raise LedgerError(f"pages {self.layout.describe(wrong)} given back, but their state is {', '.join(states)}")
+            states = sorted({STATE_NAMES[found] for found in self._state[wrong].tolist()})
+            raise LedgerError(f"pages {self.layout.describe(wrong)} given back, but their state is {', '.join(states)}, not {STATE_NAMES[state]}")
         if len(pages) > 1 and len(np.unique(pages)) != len(pages):
             ids, counts = np.unique(pages, return_counts=True)
             raise LedgerError(f"pages {self.layout.describe(ids[counts > 1])} given back twice in one call")

@@ -61,6 +61,19 @@ class PageLayout:
 
 
 @dataclass(frozen=True)
+class HostOptions:
+    """The host tier. num_rows: host rows of each lane, the sink row included. min_hits: 1: pages are backed up when they are computed; more: when
+    they have been hit that often since."""
+
+    num_rows: int
+    min_hits: int
+
+    def __post_init__(self) -> None:
+        if self.min_hits < 1:
+            raise ValueError(f"min_hits {self.min_hits} must be positive")
+
+
+@dataclass(frozen=True)
 class Extent:
     """Valid tokens and the pages that cover them: the only bridge between the two units."""
 
@@ -88,8 +101,8 @@ class Demand:
 class Shortfall:
     """An expected shortage, as a value: what is missing right now.
 
-    pending: the pages exist but wait for unretired steps; ask again after the next retired step. Otherwise it is a real shortage, and nothing
-    was changed and nothing evicted.
+    pending: the pages exist but wait for unretired steps or open tickets; ask again when one of them has ended. Otherwise it is a real shortage,
+    and nothing was changed and nothing evicted.
     """
 
     lanes: LaneCounts  # pages missing in each fixed lane

@@ -2,148 +2,141 @@
 
 Nodes own whole pages and are split at page boundaries only; only a leaf may end inside a page. A match is token-exact: whole pages, and then
 perhaps the first tokens of one more page (of a tail, or of a full page that diverges), which the ledger copies into a private page.
+
+With a host tier, device pages are a prefix of each path, and each page of the tree is on the device or has a READY host page. Which device pages
+have a READY host page too (a twin) is residency's to say; the host pages of the others are in the nodes.
 """
-import heapq
 from bisect import bisect_left
-from collections.abc import Generator
 from contextlib import closing
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from sglane.mem_cache.evict_policy import plan_eviction
+from sglane.mem_cache.evict_policy import TierView, plan_eviction
+from sglane.mem_cache.hiradix_cache import Residency
+from sglane.mem_cache.leaf_queue import LeafQueue
 from sglane.mem_cache.page_layout import NO_PAGES, LaneCounts, PageLayout, Pages
 from sglane.mem_cache.radix_key import RadixKey, key_view
 from sglane.mem_cache.radix_node import Node
+from sglane.mem_cache.tree_walk import Insertion, Match, TailSource, Walk, walk_down
 
 #: A leaf grows in place up to this many tokens; a longer one is continued by a child, so that growing and splitting stay cheap.
 MAX_GROWN_TOKENS = 16384
 
-
-class TailSource(NamedTuple):
-    """The page whose first tokens continue a hit beyond its whole pages."""
-
-    node: Node
-    page: int
-    num_tokens: int  # 0 < num_tokens < page_size
-
-
-class Match(NamedTuple):
-    """A hit. All of its pages are on the device; a host part would follow them. Leases on `node` and on the source's node are taken."""
-
-    node: Node  # the whole pages end here
-    pages: Pages  # int32, whole pages
-    source: TailSource | None
-    num_tokens: int
-
-
-class Insertion(NamedTuple):
-    canonical: Pages  # pages the tree had already: they replace the first ones offered
-    num_taken: int  # pages after those, which now belong to the tree
-    end: Node  # the inserted whole pages end here (or above, if the key ended inside a page)
-    dropped: Pages  # pages that left the tree: superseded tails
-
-
-class _Walk(NamedTuple):
-    node: Node  # matched completely, ends at a page boundary
-    inside: Node | None  # the child in which the walk ended
-    num_bytes_inside: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the query, matched from the root on."""
-        return self.node.end + self.num_bytes_inside
+DEVICE_VIEW: TierView[Node] = TierView(lambda node: node.pages, lambda node: node.num_device_children)
 
 
 class RadixCache:
     """The one writer of tree shape, leases and the logical clock.
 
-    element_bytes: TOKEN_BYTES or BIGRAM_BYTES of radix_key; a key of another type raises ValueError.
+    element_bytes: TOKEN_BYTES or BIGRAM_BYTES of radix_key; a key of another type raises ValueError. residency: None without a host tier.
     """
 
-    def __init__(self, layout: PageLayout, element_bytes: int) -> None:
+    def __init__(self, layout: PageLayout, element_bytes: int, residency: Residency | None = None) -> None:
         self.layout = layout
         self.element_bytes = element_bytes
         self._page_bytes = layout.page_size * element_bytes
+        self._residency = residency
         self._roots: dict[str, Node] = {}
         self._namespaces: dict[int, str] = {}  # root id -> its namespace
         self._next_id = 0
         self._clock = 0
         self._cached = layout.no_counts()
         self._evictable = layout.no_counts()
-        self._leaves: dict[int, Node] = {}  # exactly the unpinned leaves
-        self._queue: list[tuple[int, int, Node]] = []  # heap of (last_used, id, node); stale entries are dropped when met
+        self._leaves = LeafQueue()  # exactly the unpinned nodes with device pages and no child with any
+        self._host_leaves = LeafQueue()  # exactly the nodes with host pages (twins included) and none below, pinned or not
+        self._host_view = TierView(self._hosted_pages, lambda node: node.num_hosted_children)
+        self._owners: npt.NDArray[np.int64] = np.zeros(residency.num_pages if residency else 0, np.int64)  # device page -> node id, 0: not the tree's
+        self._nodes: dict[int, Node] = {}  # by id, only with a host tier
+        self._loads: dict[int, Node] = {}  # open load ticket -> where it ends, leased
 
     def cached_counts(self) -> LaneCounts:
-        """Pages of the tree, by lane."""
+        """Device pages of the tree, by lane."""
         return self._cached.copy()
 
     def evictable_counts(self) -> LaneCounts:
-        """Pages that eviction can win, by lane: those of nodes without a lease on or below them."""
+        """Device pages that eviction can win, by lane: those of nodes without a lease on or below them."""
         return self._evictable.copy()
+
+    def evictable_without(self, leases: list[Node]) -> LaneCounts:
+        """What evictable_counts() would be if one lease of each of these nodes ended."""
+        won = self._evictable.copy()
+        for node in leases:
+            won += node.device_lanes
+            won -= node.unpin().device_lanes
+        for node in leases:
+            node.pin()
+        return won
+
+    def loads(self) -> dict[int, Node]:
+        """Open load ticket -> where it ends, leased."""
+        return self._loads
 
     def hint(self, key: RadixKey, namespace: str) -> int:
         """Tokens a match would find now. Changes nothing (but which children are tried first)."""
         query = key_view(key, self.element_bytes)
         root = self._roots.get(namespace)
-        if root is None:
-            return 0
-        walk = self._walk(root, query)
-        return walk.num_bytes // self.element_bytes
+        return 0 if root is None else walk_down(root, query, self._page_bytes, self.element_bytes).num_bytes // self.element_bytes
+
+    def probe(self, start: Node, key: RadixKey) -> int:
+        """Tokens of `key`, a whole key that begins with the path to `start`, that the tree has."""
+        return walk_down(start, key_view(key, self.element_bytes), self._page_bytes, self.element_bytes).num_bytes // self.element_bytes
 
     def match(self, key: RadixKey, namespace: str) -> Match:
         """The longest prefix of `key` with KV rows, leased at once."""
         query = key_view(key, self.element_bytes)
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = self._new_node(None, b"", NO_PAGES, self.layout.no_counts())
+            root = self._roots[namespace] = self._new_node(None, b"", b"", b"", self.layout.no_counts())
             self._namespaces[root.id] = namespace
-        walk = self._walk(root, query)
+        walk = walk_down(root, query, self._page_bytes, self.element_bytes)
         num_bytes = walk.num_bytes
         node, source = self._cut_inside(walk), None
         self._clock += 1
         if walk.num_bytes_inside % self._page_bytes:
             assert walk.inside is not None
             num_tokens = walk.num_bytes_inside % self._page_bytes // self.element_bytes
-            source = TailSource(walk.inside, int(walk.inside.pages[0]), num_tokens)
+            source = self._source(walk.inside, num_tokens)
             source.node.touch(self._clock)
             self.pin(source.node)
-        top, pages = node.lease_path(self._clock)
-        self._settle(node, None, top.path_lanes - node.path_lanes)
-        return Match(node, pages, source, num_bytes // self.element_bytes)
+        top, pages, host_pages = node.lease_path(self._clock)
+        self._settle_pins(node, top.device_lanes - node.device_lanes)
+        return Match(node, pages, host_pages, source, num_bytes // self.element_bytes)
 
     def insert(self, start: Node, key: RadixKey, pages: Pages) -> Insertion:
-        """Continue the leased node `start` to the end of `key`. `key` is a whole key that begins with the path to `start`; `pages` has the rows
-        after that. Pages that the tree takes belong to it from now on.
+        """Continue the leased node `start`, which is on the device, to the end of `key`. `key` is a whole key that begins with the path to `start`;
+        `pages` has the rows after that. Pages that the tree takes belong to it from now on; those that it had on the host only are taken.
 
         A key that ends inside a page leaves a valid tail, unless the tree has those tokens already.
         """
         query = key_view(key, self.element_bytes)
-        walk = self._walk(start, query)
+        walk = walk_down(start, query, self._page_bytes, self.element_bytes)
         num_found = walk.num_bytes
         end = self._cut_inside(walk)
         num_whole = num_found - num_found % self._page_bytes
-        canonical = end.pages_below(start)
-        dropped, num_taken = NO_PAGES, 0
+        canonical, host_pages = end.path_pages(start)
+        num_had, dropped = len(canonical) + len(host_pages), NO_PAGES
+        num_duplicates = self._promote_path(end, start, pages[len(canonical) : num_had]) if len(host_pages) else 0
+        num_taken = len(host_pages)
         if num_found < len(query):
             dropped = self._drop_superseded_by(end, query[num_whole : num_whole + self._page_bytes])
-            offered = pages[len(canonical) : -(-(len(query) - start.end) // self._page_bytes)]
-            num_taken = len(offered)
+            offered = pages[num_had : -(-(len(query) - start.end) // self._page_bytes)]
+            num_taken += len(offered)
             end = self._attach(end, bytes(query[num_whole:]), offered, own_leases=1 if end is start else 0)
         self._clock += 1
         end.touch(self._clock)
         self._settle(end, None, None)
-        return Insertion(canonical, num_taken, end, dropped)
+        return Insertion(canonical, num_taken, num_duplicates, end, dropped)
 
     def pin(self, node: Node) -> None:
         """Take a lease that ends at `node`."""
         top = node.pin()
-        self._settle(node, None, top.path_lanes - node.path_lanes)
+        self._settle_pins(node, top.device_lanes - node.device_lanes)
 
     def unpin(self, node: Node) -> Pages:
-        """End a lease. Returns pages that leave the tree: a tail that was superseded while it was leased."""
+        """End a lease. Returns device pages that leave the tree: a tail that was superseded while it was leased."""
         top = node.unpin()
-        self._settle(node, None, node.path_lanes - top.path_lanes)
+        self._settle_pins(node, node.device_lanes - top.device_lanes)
         parent = node.parent
         if parent is None or node.is_pinned or len(node.key) >= self._page_bytes:
             return NO_PAGES
@@ -152,91 +145,177 @@ class RadixCache:
             return self._remove(node)
         return NO_PAGES
 
-    def evictable_after_unpin(self, node: Node) -> LaneCounts:
-        """What evictable_counts() would be if one lease of `node` ended."""
-        top: Node = node
-        while top.pins == 1 and top.parent is not None:
-            top = top.parent
-        return self._evictable + (node.path_lanes - top.path_lanes)
-
     def evict(self, deficit: LaneCounts) -> Pages | None:
-        """Drop the least recently used page suffixes that cover `deficit`; returns all pages that left the tree. None (and nothing is
-        changed) if the deficit cannot be covered."""
-        with closing(self._oldest_leaves()) as oldest:
-            victims = plan_eviction(oldest, deficit, self.layout)
+        """Take the least recently used page suffixes that cover `deficit` from the device; returns all device pages that went. A page with a twin
+        stays in the tree, on the host; one without goes with everything below it. None (and nothing is changed) if the deficit cannot be covered."""
+        with closing(self._leaves.oldest()) as oldest:
+            victims = plan_eviction(oldest, deficit, self.layout, DEVICE_VIEW)
         if victims is None:
             return None
-        parts = []
-        for victim in victims:
-            if victim.num_pages == len(victim.node.pages):
-                parts.append(self._remove(victim.node))
-            else:
-                parts.append(self._drop_suffix(victim.node, victim.num_pages))
+        parts = [self._evict_suffix(victim.node, victim.num_pages) for victim in victims]
         return np.concatenate(parts) if parts else NO_PAGES
 
-    def clear(self) -> Pages:
-        """Drop everything; only without leases."""
+    def clear(self) -> tuple[Pages, Pages]:
+        """Drop everything; only without leases. Returns the device pages and the host-only pages."""
         assert not any(root.pins for root in self._roots.values()), "the tree is cleared while leases are held"
-        pages = self.evict(self._cached)
-        assert pages is not None and not self._cached.any()
-        return pages
+        parts, hosts, stack = [], [], list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            parts.append(node.page_ids)
+            hosts.append(node.host_ids)
+            stack += node.children
+            node.detach()
+        self._roots.clear()
+        self._namespaces.clear()
+        self._nodes.clear()
+        self._leaves.clear()
+        self._host_leaves.clear()
+        self._owners[:] = 0
+        self._cached, self._evictable = self.layout.no_counts(), self.layout.no_counts()
+        return np.frombuffer(b"".join(parts), np.int32), np.frombuffer(b"".join(hosts), np.int32)
 
     def roots(self) -> dict[str, Node]:
         """Namespace -> root (for audits)."""
         return self._roots
 
-    def leaves(self) -> dict[int, Node]:
-        """Node id -> unpinned leaf (for audits)."""
+    def node_ids(self) -> list[int]:
+        """Only with a host tier (for audits)."""
+        return list(self._nodes)
+
+    def leaves(self) -> LeafQueue:
+        """Unpinned leaves of the device tier (for audits)."""
         return self._leaves
 
-    def _walk(self, node: Node, query: memoryview) -> _Walk:
-        """Follow `query` (bytes of a whole key, known to match down to the end of `node`) further. One slice and one memcmp for each node whose
-        child that was met last is met again."""
-        end, page_bytes = len(query), self._page_bytes
-        while node.end < end:
-            while node.end < end and (child := node.recent) is not None and child.key.startswith(query[child.span]):
-                node = child
-            if node.end > end or len(node.key) % page_bytes:  # the last child is longer than the rest of the query, or a tail
-                parent, num_bytes = node.parent, len(node.key)
-                assert parent is not None
-                if node.end >= end or num_bytes > page_bytes:
-                    return _Walk(parent, node, min(num_bytes, end - parent.end))
-                node = parent  # another child may begin with this tail and go on
-            if node.end == end or not node.children:
-                break
-            child, common = node.best_child(query[node.end :], page_bytes)
-            if common < len(child.key) or common % page_bytes:
-                common -= common % self.element_bytes
-                return _Walk(node, child if common else None, common)
-            node.meet(child)
-            node = child
-        return _Walk(node, None, 0)
+    def host_leaves(self) -> LeafQueue:
+        """Leaves of the host tier (for audits)."""
+        return self._host_leaves
 
-    def _cut_inside(self, walk: _Walk) -> Node:
+    def owners(self) -> npt.NDArray[np.int64]:
+        """int64 [device pages] id of the node that has the page, 0: none (only with a host tier)."""
+        return self._owners
+
+    # the host tier
+
+    def load(self, node: Node, pages: Pages, ticket: int) -> Pages:
+        """Host-only pages of the path to the leased `node` get device pages, in path order, which are LOADING until the ticket ends; until then
+        it has a lease of its own. Returns the host pages."""
+        assert self._residency is not None
+        hosts = node.path_pages(node.root)[1]
+        self._promote_path(node, node.root, pages)
+        self._residency.begin_load(pages, ticket)
+        self.pin(node)
+        self._loads[ticket] = node
+        return hosts
+
+    def load_ended(self, ticket: int) -> Pages:
+        """Ends the lease of a load. Returns pages that leave the tree."""
+        return self.unpin(self._loads.pop(ticket))
+
+    def device_end(self, node: Node) -> Node:
+        """The node where the device part of the path to `node` ends; splits one that is partly on the device."""
+        last = node.last_on_device
+        return self._split(last, len(last.pages)) if last.host_ids else last
+
+    def copies_committed(self, pages: Pages) -> None:
+        """These device pages have twins now."""
+        for node_id in np.unique(self._owners[pages]).tolist():
+            if node_id:
+                self._settle_host(self._nodes[node_id])
+
+    def pages_of_hits(self, node: Node, min_hits: int) -> Pages:
+        """Count a hit of the path to `node`. Returns the device pages that were hit min_hits times by now; the first time that is asked for
+        needs no count."""
+        root = node.root
+        if min_hits == 1:
+            return node.path_pages(root)[0]
+        ids = [step.page_ids for step in node.path_from(root) if step.hit(min_hits) == min_hits]
+        return np.frombuffer(b"".join(ids), np.int32)
+
+    def evict_host(self, deficit: LaneCounts) -> int:
+        """Take least recently used pages from the host, so that as much as possible of `deficit` is covered; returns how many went. Twins lose
+        their copy, host-only pages leave the tree."""
+        assert self._residency is not None
+        with closing(self._host_leaves.oldest()) as oldest:
+            victims = plan_eviction(oldest, deficit, self.layout, self._host_view, partial=True)
+        assert victims is not None
+        for node, num_pages in ((victim.node, victim.num_pages) for victim in victims):
+            num_twins = num_pages - len(node.host_pages)
+            gone = self._cut(node, max(node.num_pages - num_pages, len(node.pages)))
+            assert not len(gone), "a device page went with a host-only one"
+            if num_twins > 0:
+                twins = node.pages[self._residency.is_ready(node.pages)]
+                self._residency.drop_copies(twins[len(twins) - num_twins :])
+                self._settle_host(node)
+        return sum(victim.num_pages for victim in victims)
+
+    def _source(self, node: Node, num_tokens: int) -> TailSource:
+        """The first page of `node`, as far as its rows are there."""
+        page, from_host = (int(node.pages[0]), False) if node.page_ids else (int(node.host_pages[0]), True)
+        if self._residency is not None and not from_host:
+            page, from_host = self._residency.source_of(page)
+        return TailSource(node, page, num_tokens, from_host)
+
+    def _cut_inside(self, walk: Walk) -> Node:
         """The node where the walk's whole pages end; splits the node in which the walk ended if they end there."""
         num_pages = walk.num_bytes_inside // self._page_bytes
         if walk.inside is None or num_pages == 0:
             return walk.node
-        node = walk.inside
+        return self._split(walk.inside, num_pages)
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """`node` keeps its last pages; returns the new node above it that has the first `num_pages`."""
+        assert node.parent is not None
         pages = node.pages[:num_pages]
-        path_lanes = walk.node.path_lanes + self.layout.lane_counts(pages)
-        upper = self._new_node(None, node.key[: num_pages * self._page_bytes], pages, path_lanes)
+        hosts = node.host_pages[: num_pages - len(pages)]
+        path_lanes = node.parent.device_lanes + self.layout.lane_counts(pages)
+        upper = self._new_node(None, node.key[: num_pages * self._page_bytes], pages.tobytes(), hosts.tobytes(), path_lanes)
         node.split_upper(upper, self._page_bytes)
         self._settle(node, None, None)
+        if self._residency is not None:
+            self._owners[pages] = upper.id
+            node.set_hosted(len(self._hosted_pages(node)))
+            upper.set_hosted(len(self._hosted_pages(upper)))
+            upper.hosted_children_changed(1 if node.is_hosted else 0)
+            self._settle_host(node)
+            self._settle_host(upper)
         return upper
 
     def _attach(self, parent: Node, key: bytes, pages: Pages, own_leases: int) -> Node:
-        """New pages at the end of `parent`: it grows in place if nobody else's lease ends there, else it gets a child."""
+        """New pages at the end of `parent`, which is on the device: it grows in place if nobody else's lease ends there, else it gets a child."""
         lanes = self.layout.lane_counts(pages)
-        grown = len(parent.key) + len(key)
-        if parent.parent is not None and not parent.children and parent.leases == own_leases and grown <= MAX_GROWN_TOKENS * self.element_bytes:
+        fits = len(parent.key) + len(key) <= MAX_GROWN_TOKENS * self.element_bytes
+        if parent.parent is not None and not parent.children and parent.leases == own_leases and fits and not parent.hits:
             parent.append(key, pages, lanes)
+            self._taken(parent, pages)
             self._settle(parent, lanes, None if parent.is_pinned else lanes)
             return parent
-        child = self._new_node(parent, key, pages, parent.path_lanes + lanes)
+        child = self._new_node(parent, key, pages.tobytes(), b"", parent.device_lanes + lanes)
         parent.add_child(child, self._page_bytes)
+        parent.device_children_changed(1)
+        self._taken(child, pages)
         self._settle(child, lanes, lanes)
         return child
+
+    def _promote_path(self, end: Node, top: Node, pages: Pages) -> int:
+        """Host-only pages between `top` and `end` get these device pages. Returns how many of those had copies of their own."""
+        assert self._residency is not None
+        start, num_duplicates = 0, 0
+        for node in end.path_from(top):
+            if not node.host_ids:
+                continue
+            parent = node.parent
+            assert parent is not None
+            given = pages[start : start + len(node.host_pages)]
+            start += len(given)
+            if not node.page_ids:
+                parent.device_children_changed(1)
+            lanes = self.layout.lane_counts(given)
+            hosts = node.promote(given, node.device_lanes + lanes)
+            num_duplicates += self._residency.promote(given, hosts)
+            self._taken(node, given)
+            self._settle(node, lanes, None if node.is_pinned else lanes)
+        assert start == len(pages), f"{len(pages)} pages are given to {start} host-only pages"
+        return num_duplicates
 
     def _drop_superseded_by(self, parent: Node, head: memoryview) -> Pages:
         """Drop the unpinned tail below `parent` that is a prefix of `head`. There is at most one, and it is the left neighbour of head's place:
@@ -248,26 +327,83 @@ class RadixCache:
             return NO_PAGES
         return self._remove(tail)
 
-    def _remove(self, node: Node) -> Pages:
-        """An unpinned leaf leaves the tree."""
-        parent = node.parent
-        assert parent is not None and not node.children and not node.is_pinned, f"node {node.id} cannot be removed"
-        lanes = self.layout.lane_counts(node.pages)
-        parent.remove_child(node, self._page_bytes)
+    def _evict_suffix(self, node: Node, num_pages: int) -> Pages:
+        """The last device pages of an unpinned node go; below it are host-only ones."""
+        first = len(node.pages) - num_pages
+        pages = node.pages[first:]
+        if self._residency is None:
+            return self._cut(node, first)
+        ready = self._residency.is_ready(pages)
+        num_demoted = num_pages if ready.all() else int(ready.argmin())
+        gone = self._cut(node, first + num_demoted) if num_demoted < num_pages else NO_PAGES
+        if not num_demoted:
+            return gone
+        demoted = pages[:num_demoted]
+        lanes = self.layout.lane_counts(demoted)
+        node.demote(self._residency.demote(demoted), lanes)
+        self._owners[demoted] = 0
+        if not node.page_ids and node.parent is not None:
+            node.parent.device_children_changed(-1)
         self._settle(node, -lanes, -lanes)
-        self._settle(parent, None, None)
-        return node.pages
+        self._settle_host(node)
+        return np.concatenate((demoted, gone))
 
-    def _drop_suffix(self, node: Node, num_pages: int) -> Pages:
-        pages = node.pages[len(node.pages) - num_pages :]
-        lanes = self.layout.lane_counts(pages)
-        node.drop_suffix(num_pages, self._page_bytes, lanes)
+    def _cut(self, node: Node, num_kept: int) -> Pages:
+        """An unpinned node keeps its first pages; the others, and all that is below, leave the tree. Returns device pages."""
+        if num_kept == node.num_pages:
+            return NO_PAGES
+        below = list(node.children)
+        for child in below:  # grows
+            below += child.children
+        for child in reversed(below):
+            self._remove(child)
+        if not num_kept:
+            return self._remove(node)
+        lanes = self.layout.lane_counts(node.pages[num_kept:])
+        pages, hosts = node.cut(num_kept, self._page_bytes, lanes)
+        if self._residency is not None:
+            self._owners[pages] = 0
+            self._residency.free(hosts)
+            self._settle_host(node)
         self._settle(node, -lanes, -lanes)
         return pages
 
-    def _new_node(self, parent: Node | None, key: bytes, pages: Pages, path_lanes: LaneCounts) -> Node:
+    def _remove(self, node: Node) -> Pages:
+        """An unpinned leaf leaves the tree. Returns its device pages."""
+        parent = node.parent
+        assert parent is not None and not node.children and not node.is_pinned, f"node {node.id} cannot be removed"
+        pages, lanes = node.pages, self.layout.lane_counts(node.pages)
+        if self._residency is not None:
+            self._host_count(node, 0)
+            self._host_leaves.update(node, False)
+            self._owners[pages] = 0
+            self._residency.free(node.host_pages)
+            del self._nodes[node.id]
+        if node.page_ids:
+            parent.device_children_changed(-1)
+        parent.remove_child(node, self._page_bytes)
+        self._settle(node, -lanes, -lanes)
+        self._settle(parent, None, None)
+        return pages
+
+    def _new_node(self, parent: Node | None, key: bytes, page_ids: bytes, host_ids: bytes, path_lanes: LaneCounts) -> Node:
         self._next_id += 1
-        return Node(self._next_id, parent, key, pages, path_lanes)
+        node = Node(self._next_id, parent, key, page_ids, host_ids, path_lanes)
+        if self._residency is not None:
+            self._nodes[node.id] = node
+        return node
+
+    def _taken(self, node: Node, pages: Pages) -> None:
+        """The node has these device pages now."""
+        if self._residency is not None:
+            self._owners[pages] = node.id
+            self._settle_host(node)
+
+    def _hosted_pages(self, node: Node) -> Pages:
+        """int32 [n] the node's pages with a copy on the host, in order: device pages with a twin, then host-only pages. Only their lanes count."""
+        assert self._residency is not None
+        twins = node.pages[self._residency.is_ready(node.pages)]
+        return np.concatenate((twins, node.host_pages)) if node.host_ids else twins
 
     def _settle(self, node: Node, cached_delta: LaneCounts | None, evictable_delta: LaneCounts | None) -> None:
         """The only place where sizes, the leaf set and the set of roots change. Called after every change, with the node whose pages, leases
@@ -280,42 +416,32 @@ class RadixCache:
         if node.parent is not None:
             self._settle_leaf(node.parent)
 
+    def _settle_pins(self, node: Node, evictable_delta: LaneCounts) -> None:
+        """After a change of leases at `node`: the last node of the path that is on the device may be another one."""
+        self._settle(node, None, evictable_delta)
+        if not node.page_ids:
+            self._settle_leaf(node.last_on_device)
+
     def _settle_leaf(self, node: Node) -> None:
-        if node.is_pinned or node.children:
-            self._leaves.pop(node.id, None)
-            if node.id in self._namespaces and not node.children and not node.pins:
+        if node.id in self._namespaces:
+            if not node.children and not node.pins:
                 del self._roots[self._namespaces.pop(node.id)]
+                self._nodes.pop(node.id, None)
             return
-        self._leaves[node.id] = node
-        if node.queued != node.last_used:
-            node.mark_queued(node.last_used)
-            heapq.heappush(self._queue, (node.last_used, node.id, node))
-            if len(self._queue) > 2 * len(self._leaves) + 1024:
-                self._rebuild_queue()
+        self._leaves.update(node, not node.is_pinned and node.num_device_children == 0 and bool(node.page_ids))
 
-    def _oldest_leaves(self) -> Generator[Node, None, None]:
-        """Unpinned leaves by (last_used, id). The tree must not change before the iterator is closed."""
-        met = []
-        try:
-            while self._queue:
-                entry = heapq.heappop(self._queue)
-                last_used, _, node = entry
-                if node.queued != last_used:
-                    continue  # the node has a newer entry
-                if node.id not in self._leaves:
-                    node.mark_queued(-1)
-                    continue
-                met.append(entry)
-                yield node
-        finally:
-            for entry in met:
-                heapq.heappush(self._queue, entry)
+    def _settle_host(self, node: Node) -> None:
+        """Count the node's pages on the host anew. Called after every change of them, or of the children that have any."""
+        self._host_count(node, len(self._hosted_pages(node)))
+        self._host_leaves.update(node, node.num_hosted > 0 and node.num_hosted_children == 0)
 
-    def _rebuild_queue(self) -> None:
-        """Drop the stale entries."""
-        for _, _, node in self._queue:
-            node.mark_queued(-1)
-        for node in self._leaves.values():
-            node.mark_queued(node.last_used)
-        self._queue = [(node.last_used, node.id, node) for node in self._leaves.values()]
-        heapq.heapify(self._queue)
+    def _host_count(self, node: Node, num_hosted: int) -> None:
+        """Where this changes whether anything on or below a node is hosted, its parent counts anew too."""
+        was_hosted = node.is_hosted
+        node.set_hosted(num_hosted)
+        while node.is_hosted != was_hosted and node.parent is not None:
+            parent, change = node.parent, 1 if node.is_hosted else -1
+            was_hosted = parent.is_hosted
+            parent.hosted_children_changed(change)
+            self._host_leaves.update(parent, parent.num_hosted > 0 and parent.num_hosted_children == 0)
+            node = parent

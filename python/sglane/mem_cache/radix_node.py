@@ -15,43 +15,83 @@ class Node:
 
     key: bytes of the key elements, whose size only the tree knows.
     end: bytes from the root to the end of this node. span: where `key` lies in the bytes of a whole key.
-    page_ids: bytes of the int32 page ids (joined much faster than arrays), ceil(elements / page_size).
-    path_lanes: pages of each lane on the path from the root to this node, itself included; an inner node never changes, so this stays true.
+    page_ids: bytes of the int32 ids of the first pages, those on the device (joined much faster than arrays).
+    host_ids: the same of the host pages of the others, host-only; together ceil(elements / page_size). What follows them is host-only too.
+    path_lanes: device pages of each lane on the path from the root to this node, itself included; true while the node has device pages: all
+        above it are on the device then, and stay there. device_lanes is true always.
     heads: sorted keys of the children's first pages (shorter for a tail); children: in the same order.
     recent: the child that was met last (it is tried first), None: not known.
-    leases: leases that end at this node. pins: leases + children with pins > 0; a node with pins must stay.
+    leases: leases that end at this node. pins: leases + children with pins > 0; a node with pins must stay, on both tiers.
+    hits: admitted requests that found it, as far as the tree was told to count them.
+    num_device_children: children with device pages. num_hosted: its pages with a copy on the host, twins included.
+    num_hosted_children: children with such pages on or below them.
     """
 
     __slots__ = (
-        "id", "parent", "key", "end", "span", "page_ids", "path_lanes", "heads", "children", "recent", "last_used", "leases", "pins", "queued",
+        "id", "parent", "key", "end", "span", "page_ids", "host_ids", "path_lanes", "heads", "children", "recent", "last_used", "leases", "pins",
+        "hits", "num_device_children", "num_hosted", "num_hosted_children",
     )
 
-    def __init__(self, node_id: int, parent: Optional["Node"], key: bytes, pages: Pages, path_lanes: LaneCounts) -> None:
+    def __init__(self, node_id: int, parent: Optional["Node"], key: bytes, page_ids: bytes, host_ids: bytes, path_lanes: LaneCounts) -> None:
         self.id = node_id
         self.parent = parent
         self._set_key(key, len(key) if parent is None else parent.end + len(key))
-        self.page_ids = pages.tobytes()
+        self.page_ids = page_ids
+        self.host_ids = host_ids
         self.path_lanes = path_lanes
         self.heads: list[bytes] = []
         self.children: list[Node] = []
         self.last_used = 0  # logical clock
         self.leases = 0
         self.pins = 0
-        self.queued = -1  # last_used of this node's entry in the eviction queue, -1: none
+        self.hits = 0
+        self.num_device_children = 0
+        self.num_hosted = 0
+        self.num_hosted_children = 0
         self.recent: Node | None = None
 
     @property
     def pages(self) -> Pages:
-        """int32 [n], read-only."""
+        """int32 [n] on the device, read-only."""
         return np.frombuffer(self.page_ids, np.int32)
 
     @property
-    def num_children(self) -> int:
-        return len(self.children)
+    def host_pages(self) -> Pages:
+        """int32 [n] host-only ones, read-only."""
+        return np.frombuffer(self.host_ids, np.int32)
+
+    @property
+    def num_pages(self) -> int:
+        return (len(self.page_ids) + len(self.host_ids)) // PAGE_ID_BYTES
+
+    @property
+    def root(self) -> "Node":
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     @property
     def is_pinned(self) -> bool:
         return self.pins > 0 or self.parent is None
+
+    @property
+    def is_hosted(self) -> bool:
+        """Pages on or below it have a copy on the host."""
+        return self.num_hosted > 0 or self.num_hosted_children > 0
+
+    @property
+    def last_on_device(self) -> "Node":
+        """The last node of the path with device pages, or the root."""
+        node = self
+        while not node.page_ids and node.parent is not None:
+            node = node.parent
+        return node
+
+    @property
+    def device_lanes(self) -> LaneCounts:
+        """int64 [cp_size] device pages on the path from the root to this node."""
+        return self.last_on_device.path_lanes
 
     def best_child(self, query: memoryview, page_bytes: int) -> tuple["Node", int]:
         """The child that shares most with `query` (bytes), and how many bytes (perhaps a part of an element); needs children.
@@ -80,8 +120,19 @@ class Node:
     def meet(self, child: "Node") -> None:
         self.recent = child
 
-    def mark_queued(self, last_used: int) -> None:
-        self.queued = last_used
+    def hit(self, limit: int) -> int:
+        """Count one more request that found this node, up to `limit`; returns the count."""
+        self.hits = min(self.hits + 1, limit)
+        return self.hits
+
+    def set_hosted(self, num_pages: int) -> None:
+        self.num_hosted = num_pages
+
+    def hosted_children_changed(self, change: int) -> None:
+        self.num_hosted_children += change
+
+    def device_children_changed(self, change: int) -> None:
+        self.num_device_children += change
 
     def pin(self) -> "Node":
         """Take a lease that ends here. Returns the nearest node that was pinned before (or the root): the path below it is newly pinned."""
@@ -93,10 +144,10 @@ class Node:
             node.pins += 1
         return node
 
-    def lease_path(self, now: int) -> tuple["Node", Pages]:
-        """What touch(), pin() and pages_below(root) do, in one pass over the path: (what pin() returns, int32 [n] read-only)."""
+    def lease_path(self, now: int) -> tuple["Node", Pages, Pages]:
+        """What touch(), pin() and path_pages(root) do, in one pass over the path: (what pin() returns, device pages, host-only pages)."""
         self.leases += 1
-        parts = []
+        parts, hosts = [], []
         node = self
         while True:
             node.last_used = now
@@ -105,15 +156,18 @@ class Node:
             if parent is None or num_pins > 1:
                 break
             parts.append(node.page_ids)
+            if node.host_ids:
+                hosts.append(node.host_ids)
             node = parent
         top = node
         while parent is not None:
             parts.append(node.page_ids)
+            if node.host_ids:
+                hosts.append(node.host_ids)
             node.last_used = now
             node, parent = parent, parent.parent
         node.last_used = now
-        parts.reverse()
-        return top, np.frombuffer(b"".join(parts), np.int32)
+        return top, _joined(parts), _joined(hosts)
 
     def unpin(self) -> "Node":
         """End a lease. Returns the nearest node that stays pinned (or the root): the path below it is no longer pinned."""
@@ -141,6 +195,11 @@ class Node:
             self.recent = None
         child.parent = None
 
+    def detach(self) -> None:
+        """The whole tree goes: no cycle of references keeps this node's memory."""
+        self.parent = self.recent = None
+        self.children = []
+
     def split_upper(self, upper: "Node", page_bytes: int) -> None:
         """`upper` takes over the first part of the key and the pages; this node keeps its identity, its end, leases and children."""
         parent = self.parent
@@ -153,40 +212,79 @@ class Node:
         upper._set_key(upper.key, parent.end + len(upper.key))
         upper.last_used = self.last_used
         upper.pins = 1 if self.pins else 0
+        upper.hits = self.hits
         self._set_key(self.key[len(upper.key) :], self.end)
         self.page_ids = self.page_ids[len(upper.page_ids) :]
+        self.host_ids = self.host_ids[len(upper.host_ids) :]
         self.parent = upper
         upper.heads = [self.key[:page_bytes]]
         upper.children = [self]
         upper.recent = self
+        upper.num_device_children = 1 if self.page_ids else 0
 
     def append(self, key: bytes, pages: Pages, lanes: LaneCounts) -> None:
         """Grow a leaf at its end."""
-        assert not self.children, f"node {self.id} has children and cannot grow"
+        assert not self.children and not self.host_ids, f"node {self.id} has children or host-only pages and cannot grow"
         self._set_key(self.key + key, self.end + len(key))
         self.page_ids += pages.tobytes()
         self.path_lanes = self.path_lanes + lanes
 
-    def drop_suffix(self, num_pages: int, page_bytes: int, lanes: LaneCounts) -> None:
-        """A leaf loses its last pages (not all of them)."""
-        num_kept = len(self.pages) - num_pages
-        assert not self.children and num_kept > 0
+    def cut(self, num_kept: int, page_bytes: int, lanes: LaneCounts) -> tuple[Pages, Pages]:
+        """A leaf loses its pages after the first `num_kept` > 0. lanes: how many device pages of each lane these are. Returns them: device pages,
+        host-only pages."""
+        assert not self.children and num_kept > 0, f"node {self.id} cannot be cut to {num_kept} pages"
+        num_device = min(num_kept, len(self.page_ids) // PAGE_ID_BYTES)
+        gone = self.pages[num_device:], self.host_pages[num_kept - num_device :]
         key = self.key[: num_kept * page_bytes]
         self._set_key(key, self.end - len(self.key) + len(key))
-        self.page_ids = self.page_ids[: num_kept * PAGE_ID_BYTES]
+        self.page_ids = self.page_ids[: num_device * PAGE_ID_BYTES]
+        self.host_ids = self.host_ids[: (num_kept - num_device) * PAGE_ID_BYTES]
+        self.path_lanes = self.path_lanes - lanes
+        return gone
+
+    def promote(self, pages: Pages, path_lanes: LaneCounts) -> Pages:
+        """Its host-only pages get these device pages. Returns the host pages, now twins."""
+        hosts = self.host_pages
+        assert len(hosts) == len(pages), f"node {self.id} has {len(hosts)} host-only pages and is given {len(pages)}"
+        self.page_ids += pages.tobytes()
+        self.host_ids = b""
+        self.path_lanes = path_lanes
+        return hosts
+
+    def demote(self, hosts: Pages, lanes: LaneCounts) -> None:
+        """Its last len(hosts) device pages go, these host pages take their place."""
+        self.page_ids = self.page_ids[: len(self.page_ids) - len(hosts) * PAGE_ID_BYTES]
+        self.host_ids = hosts.tobytes() + self.host_ids
         self.path_lanes = self.path_lanes - lanes
 
-    def pages_below(self, top: "Node") -> Pages:
-        """int32 [n], read-only: pages of the path from below `top` down to this node."""
-        parts = []
+    def path_pages(self, top: "Node") -> tuple[Pages, Pages]:
+        """int32 [n] each, read-only: device pages, then host-only pages of the path from below `top` down to this node."""
+        parts, hosts = [], []
         node: Node | None = self
         while node is not top:
             assert node is not None, f"node {top.id} is not above node {self.id}"
             parts.append(node.page_ids)
+            hosts.append(node.host_ids)
             node = node.parent
-        parts.reverse()
-        return np.frombuffer(b"".join(parts), np.int32)
+        return _joined(parts), _joined(hosts)
+
+    def path_from(self, top: "Node") -> list["Node"]:
+        """The nodes from below `top` down to this one."""
+        nodes = []
+        node: Node | None = self
+        while node is not top:
+            assert node is not None, f"node {top.id} is not above node {self.id}"
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
 
     def _set_key(self, key: bytes, end: int) -> None:
         self.key, self.end = key, end
         self.span = slice(end - len(key), end)
+
+
+def _joined(parts: list[bytes]) -> Pages:
+    """int32 [n] of ids that were collected upwards."""
+    parts.reverse()
+    return np.frombuffer(b"".join(parts), np.int32)

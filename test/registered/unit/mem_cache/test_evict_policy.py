@@ -6,9 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglane.mem_cache.evict_policy import plan_eviction
+from sglane.mem_cache.evict_policy import TierView, plan_eviction
 from sglane.mem_cache.page_layout import Demand, PageLayout
 from sglane.mem_cache.page_supply import eviction_shares
+
+VIEW = TierView(lambda record: record.pages, lambda record: len(record.children))
 
 
 @dataclass
@@ -19,10 +21,6 @@ class Record:
     pages: np.ndarray
     leased: bool = False
     children: list["Record"] = field(default_factory=list)
-
-    @property
-    def num_children(self):
-        return len(self.children)
 
     @property
     def is_pinned(self):
@@ -73,7 +71,7 @@ def is_legal(victims):
 def test_plans_cover_the_deficit_and_contain_nothing_unnecessary(case):
     layout, nodes, deficit = case
     evictable = sum((layout.lane_counts(node.pages) for node in nodes if not node.is_pinned), layout.no_counts())
-    victims = plan_eviction(oldest_leaves(nodes), deficit, layout)
+    victims = plan_eviction(oldest_leaves(nodes), deficit, layout, VIEW)
     if (deficit > evictable).any():
         assert victims is None
         return
@@ -98,12 +96,12 @@ def test_one_lane_takes_in_strict_lru_order(case):
     for _ in range(int(deficit[0])):
         open_nodes = [node for node in nodes if not node.is_pinned and left[node.id] and not any(left[child.id] for child in node.children)]
         if not open_nodes:
-            assert plan_eviction(oldest_leaves(nodes), deficit, layout) is None
+            assert plan_eviction(oldest_leaves(nodes), deficit, layout, VIEW) is None
             return
         oldest = min(open_nodes, key=lambda node: (node.last_used, node.id))
         left[oldest.id] -= 1
         expected[oldest.id] += 1
-    victims = plan_eviction(oldest_leaves(nodes), deficit, layout)
+    victims = plan_eviction(oldest_leaves(nodes), deficit, layout, VIEW)
     assert {victim.node.id: victim.num_pages for victim in victims} == {node: count for node, count in expected.items() if count}
 
 
@@ -114,7 +112,7 @@ def test_an_ancestor_with_the_needed_lane_is_reached_through_its_leaves():
     leaves = [Record(2, 3, parent, np.array([6], np.int32)), Record(3, 5, parent, np.array([8], np.int32))]
     stranger = Record(4, 1, root, np.array([10], np.int32))  # oldest, but of no use
     parent.children, root.children = leaves, [parent, stranger]
-    victims = plan_eviction(oldest_leaves([root, parent, *leaves, stranger]), np.array([0, 1]), layout)
+    victims = plan_eviction(oldest_leaves([root, parent, *leaves, stranger]), np.array([0, 1]), layout, VIEW)
     assert [(victim.node.id, victim.num_pages) for victim in victims] == [(2, 1), (3, 1), (1, 2)]
 
 

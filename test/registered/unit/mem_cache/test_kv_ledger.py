@@ -370,7 +370,7 @@ def damage_lease(ledger):
 
 
 def damage_leaf_set(ledger):
-    ledger._tree.leaves().clear()
+    ledger._tree.leaves().leaves.clear()
 
 
 def damage_slots(ledger):
