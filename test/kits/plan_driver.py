@@ -98,6 +98,7 @@ def start_ranks(config: object, models: Sequence[object], page_size: int, num_ro
     if mapped:
         for executor in executors:
             executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
+            executor._runner._prefetch_thread = None  # as when they are mapped from the start
     return LocalRanks(executors, group, box)
 
 

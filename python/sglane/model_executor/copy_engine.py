@@ -204,7 +204,7 @@ class Loads:
         self._numbers = {open_: number for open_, number in self._numbers.items() if number > self._ended}
         if job is not None:
             self._submitted += 1
-            job.reached.append(self.worker.stream.computed())
+            job.reach(self.worker.stream.computed())
             self.worker.submit(job)
         self._numbers[ticket] = self._submitted
 
@@ -276,7 +276,7 @@ class Backups:
     def submit(self, job: CopyJob, is_written: bool) -> None:
         """is_written: all layers are of earlier steps; else the calls of `layer_written` that follow say when each is due."""
         if is_written:
-            job.reached = [self.worker.stream.computed()] * self._layout.num_layers
+            job.reach(self.worker.stream.computed(), self._layout.num_layers)
         else:
             self._following.append(job)
         self.worker.submit(job)
@@ -288,7 +288,7 @@ class Backups:
         with self.worker.changed:
             for job in self._following:
                 assert len(job.reached) == layer, f"backup {job.ticket}: layer {layer} was computed after {len(job.reached)} layers"
-                job.reached.append(mark)
+                job.reach(mark)
             self.worker.changed.notify_all()
         if layer == self._layout.num_layers - 1:
             self._following = []

@@ -76,6 +76,10 @@ class CopyJob:
         #: What copies have to wait for: of a load one mark; of a backup one for each layer that the model has computed. See CopyStream.
         self.reached: list[Any] = []
 
+    def reach(self, mark: Any, times: int = 1) -> None:
+        """A load: what comes before it. A backup: the model has computed one more layer, or `times`."""
+        self.reached += [mark] * times
+
 
 def own_rows(host_pages: bytes, device_pages: bytes, cp_size: int, rank: int) -> tuple[list[int], list[int]]:
     """Rows of the host and device pages that lie in this rank's lane, pairwise. Raises AssertionError if the numbers differ."""

@@ -90,8 +90,9 @@ class ModelRunner:
         self._rules = rules
         self._tap = tap
         self._prefetch_exchange = groups.prefetch
-        # Mapped pages are only copied; a thread that does so ahead takes a core from a rank that all others wait for.
-        self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 and groups.pools is None else None
+        # Mapped pages are only copied; a thread that does so ahead takes a core from a rank that all others wait for. And it would read other lanes'
+        # pools before the layer's own exchange has told that their loads have come.
+        self._prefetch_thread = PrefetchThread() if groups.prefetch.size > 1 and not pool.lanes else None
         self.prefix_wait_s = 0.0  # since the start, see PrefixReader
 
     def split(self, entries: list[Entry]) -> TokenSplit:
