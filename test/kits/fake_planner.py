@@ -48,8 +48,8 @@ STATE: dict[str, Any] = {
     "kv_ledger": {
         "page_size": 16, "cp_size": 2,
         "device": {"total": [128, 128], "free": [100, 90], "cached": [20, 30], "held": [7, 8], "tickets": [1, 0]},
-        "host": {"total": [0, 0], "free": [0, 0], "cached": [0, 0], "held": [0, 0], "tickets": [0, 0]},
-        "slots": {"total": 8, "free": 7}, "leases": 1, "requests": 1, "fallbacks": {"tail_copy_skipped": 2},
+        "host": {"total": [256, 256], "free": [200, 190], "cached": [40, 50], "held": [10, 11], "tickets": [6, 5]},
+        "slots": {"total": 8, "free": 7}, "leases": 1, "requests": 1, "session_leases": 3, "fallbacks": {"tail_copy_skipped": 2},
     },
     "last_gen_throughput": 0.0,
     "memory_usage": {"devices": ["cpu", "cpu"], "weight_bytes": [10, 10], "kvcache_bytes": [5, 5], "token_capacity": 4096, "planes": []},
@@ -62,6 +62,15 @@ STATE: dict[str, Any] = {
         "page_waits": {"counts": [["1", "short", 2], ["any", "pending", 5]], "times": {"bounds_s": [0.01, 0.1], "counts": [4, 2, 1], "sum_s": 1.5}},
     },
     "evictions": {"num_tokens": 640, "times": {"bounds_s": [0.001, 0.01], "counts": [2, 1, 0], "sum_s": 0.006}},
+    "sessions": {"num_open": 4, "num_leased": 2, "leased_tokens": 96},
+    "host_cache": {
+        "enabled": True, "page_bytes": 1000, "backup_duplicates": 7, "open_tickets": 2,
+        "tickets": {
+            "backup": {"tokens": 1600, "bytes": 100_000, "times": {"bounds_s": [0.01, 0.1], "counts": [5, 2, 0], "sum_s": 0.4}},
+            "load": {"tokens": 480, "bytes": 30_000, "times": {"bounds_s": [0.01, 0.1], "counts": [1, 2, 1], "sum_s": 0.9}},
+        },
+        "dropped_tokens": {"no_room": 32, "evicted_before_end": 16, "host_evicted": 320},
+    },
     "queue_times": {"bounds_s": [0.01, 0.1], "counts": [3, 1, 1], "sum_s": 2.5},
     "num_paused_reqs": 0, "num_retracted_reqs": 1,
     "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 512, "max_total_num_tokens": 4096,

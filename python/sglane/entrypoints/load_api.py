@@ -83,7 +83,7 @@ def load_of(state: Mapping[str, Any], sections: frozenset[str]) -> dict[str, Any
     if "memory" in sections:
         ledger = state["kv_ledger"]
         load["memory"] = {**state["memory_usage"], "page_size": ledger["page_size"], "lanes": ledger["device"], "host_lanes": ledger["host"],
-                          "lane_work": state["lanes"]}
+                          "lane_work": state["lanes"], "host_cache": state["host_cache"], "sessions": state["sessions"]}
     if "queues" in sections:
         load["queues"] = {"waiting": state["num_waiting_reqs"], "retracted": totals["num_retractions"]}
     if "totals" in sections:  # since the start; prompt tokens are those that were computed

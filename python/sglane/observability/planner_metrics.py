@@ -46,6 +46,23 @@ LANE_COUNTERS = {
 }
 
 
+#: Classes of pages of one lane in the host tier; zeros without one.
+HOST_CLASSES = {
+    "total": "Host pages of a lane", "free": "Host pages nobody uses", "cached": "Host pages of the prefix cache",
+    "held": "Host copies of private pages of requests", "tickets": "Host pages of copies that have not ended",
+}
+#: name -> (key of the state's sessions, text).
+SESSION_GAUGES = {
+    "num_open_sessions": ("num_open", "Sessions that are open"),
+    "num_leased_sessions": ("num_leased", "Sessions whose prefix is kept by a lease"),
+    "session_leased_tokens": ("leased_tokens", "Tokens kept by leases of sessions; a prefix of several sessions counts for each"),
+}
+#: Prefix of the names -> (kind of ticket, what it does).
+COPIES = {"hicache_backup": ("backup", "copied to the host tier"), "load_back": ("load", "copied from the host tier back to the device")}
+#: What the host tier drops are records of all planes: there is one pool.
+HOST_POOL = "kv"
+
+
 class PlannerCollector(Collector):
     """Shows the state it was given last; nothing before the first, and nothing while the planner does not answer."""
 
@@ -84,7 +101,13 @@ class PlannerCollector(Collector):
             counter = CounterMetricFamily(f"sglang:{name}", text, labels=names)
             counter.add_metric(values, totals[key])
             yield counter
-        yield from self._lane_pages(lanes, names, values)
+        yield from self._lane_pages("", LANE_CLASSES, lanes, names, values)
+        yield from self._lane_pages("host_", HOST_CLASSES, kv_ledger["host"], names, values)
+        yield from self._host_tier(state["host_cache"], kv_ledger, names, values)
+        for name, (key, text) in SESSION_GAUGES.items():
+            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=names)
+            gauge.add_metric(values, state["sessions"][key])
+            yield gauge
         yield from self._lane_figures(state["lanes"], names, values)
         yield self._fallbacks(kv_ledger["fallbacks"], names, values)
         tokens = CounterMetricFamily("sglang:realtime_tokens_total", "Tokens as they are computed, taken from the cache, sampled",
@@ -117,9 +140,38 @@ class PlannerCollector(Collector):
         yield self._times("page_wait_seconds", "First refusal of pages until they were there, or the request gone", lanes["page_waits"]["times"],
                           names, values)
 
-    def _lane_pages(self, lanes: Mapping[str, list[int]], names: list[str], values: list[str]) -> Iterator[Metric]:
-        for kind, text in LANE_CLASSES.items():
-            gauge = GaugeMetricFamily(f"sglang:cp_lane_{kind}_pages", text, labels=[*names, "cp_lane"])
+    def _host_tier(self, host: Mapping[str, Any], kv_ledger: Mapping[str, Any], names: list[str], values: list[str]) -> Iterator[Metric]:
+        """host: see HostWork.report. Tokens are those of whole pages."""
+        pages, page_size = kv_ledger["host"], kv_ledger["page_size"]
+        num_total = sum(pages["total"]) * page_size
+        used = num_total - sum(pages["free"]) * page_size
+        for name, text, value in (("hicache_host_total_tokens", "Tokens that the host tier holds, over all lanes", num_total),
+                                  ("hicache_host_used_tokens", "Tokens of host pages that are not free", used),
+                                  ("hicache_open_tickets", "Copies to or from the host tier that have not ended", host["open_tickets"])):
+            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for prefix, (kind, text) in COPIES.items():
+            ticket = host["tickets"][kind]
+            for unit in ("tokens", "bytes"):
+                counter = CounterMetricFamily(f"sglang:{prefix}_{unit}_total", f"{unit.capitalize()} {text}", labels=names)
+                counter.add_metric(values, ticket[unit])
+                yield counter
+            yield self._times(f"{prefix}_duration_seconds", f"One rank's part of pages that are {text}", ticket["times"], names, values)
+        duplicates = CounterMetricFamily("sglang:hicache_duplicate_pages_total", "Pages copied to the host tier that had a copy then", labels=names)
+        duplicates.add_metric(values, host["backup_duplicates"])
+        yield duplicates
+        dropped = CounterMetricFamily("sglang:hicache_dropped_tokens_total", "Tokens that the host tier had no room for, gave up, or evicted",
+                                      labels=[*names, "reason", "pool"])
+        for reason, num_tokens in host["dropped_tokens"].items():
+            dropped.add_metric([*values, reason, HOST_POOL], num_tokens)
+        yield dropped
+
+    def _lane_pages(self, tier: str, classes: Mapping[str, str], lanes: Mapping[str, list[int]], names: list[str],
+                    values: list[str]) -> Iterator[Metric]:
+        """tier: what the names have in front of the class."""
+        for kind, text in classes.items():
+            gauge = GaugeMetricFamily(f"sglang:cp_lane_{tier}{kind}_pages", text, labels=[*names, "cp_lane"])
             for lane, num_pages in enumerate(lanes[kind]):
                 gauge.add_metric([*values, str(lane)], num_pages)
             yield gauge

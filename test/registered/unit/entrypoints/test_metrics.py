@@ -129,9 +129,10 @@ def test_the_planners_figures(measured):
     assert total(samples, "kv_available_tokens") == 190 * 16 and total(samples, "kv_evictable_tokens") == 4096 - 190 * 16 - 512
     assert total(samples, "cache_hit_rate") == 0.25 and total(samples, "num_retractions_total") == 3
     assert total(samples, "fallbacks_total", fallback="tail_copy_skipped") == 2
-    for kind, counts in STATE["kv_ledger"]["device"].items():
-        for lane, count in enumerate(counts):
-            assert total(samples, f"cp_lane_{kind}_pages", cp_lane=str(lane)) == count
+    for tier, prefix in (("device", ""), ("host", "host_")):
+        for kind, counts in STATE["kv_ledger"][tier].items():
+            for lane, count in enumerate(counts):
+                assert total(samples, f"cp_lane_{prefix}{kind}_pages", cp_lane=str(lane)) == count
     lanes = STATE["lanes"]
     for name, key in (("cp_lane_homes", "homes"), ("cp_lane_home_moves_total", "home_moves"), ("cp_lane_evicted_pages_total", "evicted_pages"),
                       ("cp_lane_computed_tokens_total", "computed_tokens"), ("cp_lane_prefix_wait_seconds_total", "prefix_wait_seconds")):
@@ -147,6 +148,25 @@ def test_the_planners_figures(measured):
     buckets = {dict(pairs)["le"]: value for (name, pairs), value in samples.items() if name == "queue_time_seconds_bucket"}
     assert buckets == {"0.01": 3, "0.1": 4, "+Inf": 5}
     assert total(samples, "queue_time_seconds_count") == 5 and total(samples, "queue_time_seconds_sum") == 2.5
+
+
+def test_the_host_tiers_figures(measured):
+    samples = scrape(measured)
+    assert total(samples, "hicache_host_total_tokens") == 512 * 16 and total(samples, "hicache_host_used_tokens") == (56 + 66) * 16
+    for prefix, kind in (("hicache_backup", "backup"), ("load_back", "load")):
+        ticket = STATE["host_cache"]["tickets"][kind]
+        assert total(samples, f"{prefix}_tokens_total") == ticket["tokens"] and total(samples, f"{prefix}_bytes_total") == ticket["bytes"]
+        assert total(samples, f"{prefix}_duration_seconds_sum") == ticket["times"]["sum_s"]
+        assert total(samples, f"{prefix}_duration_seconds_bucket", le="0.1") == sum(ticket["times"]["counts"][:2])
+        assert total(samples, f"{prefix}_duration_seconds_count") == sum(ticket["times"]["counts"])
+    for reason, num_tokens in STATE["host_cache"]["dropped_tokens"].items():
+        assert total(samples, "hicache_dropped_tokens_total", reason=reason, pool="kv") == num_tokens
+    assert total(samples, "hicache_duplicate_pages_total") == 7 and total(samples, "hicache_open_tickets") == 2
+
+
+def test_the_sessions_figures(measured):
+    samples = scrape(measured)
+    assert [total(samples, name) for name in ("num_open_sessions", "num_leased_sessions", "session_leased_tokens")] == [4, 2, 96]
 
 
 def test_every_sample_is_finite_and_has_the_model(measured, config):

@@ -4,11 +4,17 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from kits.fake_planner import QUEUE_FULL
 from kits.front import Front
+from kits.tiny_tokenizer import BEGIN, save_tiny_tokenizer
 from sglane.entrypoints import sessions
+from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.plan.io_struct import AbortRequest, CloseSession, GenerateRequest, OpenSession
+
+#: What a first request with these tokens and two new ones leaves.
+SEEN = [504, 505, 506, 504, 505]
 
 
 def open_session(front, **fields):
@@ -61,9 +67,9 @@ def test_a_named_request_is_continued(front, plain):
 
 
 @pytest.mark.parametrize(("params", "history"), [
-    ({}, [504, 505, 506, 504, 505]), ({"offset": 0}, [504, 505, 506, 504, 505]), ({"offset": 2}, [504, 505]), ({"offset": 5}, [504, 505, 506, 504, 505]),
+    ({}, SEEN), ({"offset": 0}, SEEN), ({"offset": 2}, [504, 505]), ({"offset": 5}, SEEN),
     ({"offset": -1}, [504, 505, 506, 504]), ({"offset": -5}, []), ({"drop_previous_output": True}, [504, 505, 506]),
-    ({"drop_previous_output": True, "offset": -2}, [504]), ({"offset": None, "replace": None, "drop_previous_output": None}, [504, 505, 506, 504, 505]),
+    ({"drop_previous_output": True, "offset": -2}, [504]), ({"offset": None, "replace": None, "drop_previous_output": None}, SEEN),
 ])
 def test_how_much_is_continued(front, plain, params, history):
     rid, _, _ = turn(front, [504, 505, 506], plain)
@@ -101,13 +107,13 @@ def test_replacing_a_running_request_ends_it(front, plain):
     time.sleep(0.1)
     field, message = refused(front, body_of([505], plain, rid="long"))
     assert field == "session_params.rid" and "has not ended" in message
-    front.behaviour.step_s = 0.0
     new, prompt, output = turn(front, [505], plain, 1, rid="long", replace=True)
     thread.join(5.0)
     answer = found[0].json()
     assert answer["meta_info"]["finish_reason"]["type"] == "abort" and 0 < len(answer["output_ids"]) < 400
     assert prompt == [504] * (len(prompt) - 1) + [505] and 2 < len(prompt) <= len(answer["output_ids"]) + 2
     assert turn(front, [506], plain, 1, rid=new)[1] == [*prompt, *output, 506]
+    assert turn(front, [507], plain, 1, rid="long")[1] == [504] * (len(answer["output_ids"]) + 1) + [507], "it stays what it was when it ended"
 
 
 def test_a_streaming_session_is_appended(front, streaming):
@@ -125,7 +131,8 @@ def test_a_streaming_session_is_appended(front, streaming):
     assert "has not ended" in refused(front, body_of([511], streaming))[1]
     thread.join(5.0)
     assert found[0].status_code == 200
-    assert len(front.state.engine().sessions._open[streaming].turns) == 1
+    (last,) = front.state.engine().sessions._open[streaming].turns.values()
+    assert last.parent is None and last.tokens().tolist() == [*history, 510, *found[0].json()["output_ids"]]
 
 
 @pytest.mark.parametrize("ending", ["aborted", "left", "refused"])
@@ -168,7 +175,6 @@ def test_names(front, plain):
 
 
 def test_streams_and_stop_strings(front, tokenizer, plain):
-    ids = tokenizer.encode("abcdefgh", add_special_tokens=False).tolist()
     ids = [tokenizer.encode(character, add_special_tokens=False).tolist()[0] for character in "abcdefgh"]
     front.behaviour.tokens_per_step = 8
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 8, "stop": "cd"}, "session_params": {"id": plain}, "rid": "first"}
@@ -195,9 +201,21 @@ def test_a_begin_token_is_not_appended(front, config, tokenizer, plain, monkeypa
     assert turn(front, [504, 506], plain, rid=first)[1] == [504, 505, *output, 506]
 
 
+@pytest.mark.parametrize("adds_it", [False, True])
+def test_the_begin_token_is_what_the_tokenizer_adds(tmp_path, adds_it):
+    """Models that name a token so, but do not begin texts with it, use it for something else."""
+    file = save_tiny_tokenizer(tmp_path) / "tokenizer.json"
+    if adds_it:
+        plain = Tokenizer.from_file(str(file))
+        plain.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
+        plain.save(str(file))
+    assert TextTokenizer(str(tmp_path), None).begin_token_id == (0 if adds_it else None)
+
+
 @pytest.mark.parametrize(("params", "field"), [
     ({"id": "nobody's"}, "session_params.id"), ({}, "session_params.id"), ({"id": 3}, "session_params.id"), ([], "session_params"),
-    ("s", "session_params"), ({"rid": "unknown"}, "session_params.rid"), ({"rid": 3}, "session_params.rid"), ({"offset": "1"}, "session_params.offset"),
+    ("s", "session_params"), ({"rid": "unknown"}, "session_params.rid"), ({"rid": 3}, "session_params.rid"),
+    ({"offset": "1"}, "session_params.offset"),
     ({"offset": 6}, "session_params.offset"), ({"offset": -6}, "session_params.offset"), ({"offset": 1.5}, "session_params.offset"),
     ({"replace": 1}, "session_params.replace"), ({"drop_previous_output": "yes"}, "session_params.drop_previous_output"),
 ])
@@ -228,10 +246,12 @@ def test_the_whole_prompt_counts_for_the_limit(front, plain):
 
 @pytest.mark.parametrize(("path", "body", "field"), [
     ("/open_session", {}, "capacity_of_str_len"), ("/open_session", {"capacity_of_str_len": -1}, "capacity_of_str_len"),
-    ("/open_session", {"capacity_of_str_len": "1"}, "capacity_of_str_len"), ("/open_session", {"capacity_of_str_len": 1, "session_id": 3}, "session_id"),
+    ("/open_session", {"capacity_of_str_len": "1"}, "capacity_of_str_len"),
+    ("/open_session", {"capacity_of_str_len": 1, "session_id": 3}, "session_id"),
     ("/open_session", {"capacity_of_str_len": 1, "session_id": ""}, "session_id"),
     ("/open_session", {"capacity_of_str_len": 1, "session_id": "x" * 300}, "session_id"),
-    ("/open_session", {"capacity_of_str_len": 1, "streaming": "no"}, "streaming"), ("/open_session", {"capacity_of_str_len": 1, "timeout": 0}, "timeout"),
+    ("/open_session", {"capacity_of_str_len": 1, "streaming": "no"}, "streaming"),
+    ("/open_session", {"capacity_of_str_len": 1, "timeout": 0}, "timeout"),
     ("/open_session", {"capacity_of_str_len": 1, "timeout": 1e30}, "timeout"), ("/close_session", {}, "session_id"),
     ("/close_session", {"session_id": "nobody's"}, "session_id"),
 ])

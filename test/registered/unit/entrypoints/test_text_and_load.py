@@ -58,6 +58,8 @@ def test_loads(front):
     (load,) = front.http.get("/v1/loads?include=all").json()["loads"]
     assert load["memory"]["lanes"] == STATE["kv_ledger"]["device"]
     assert load["memory"]["lane_work"] == STATE["lanes"] and load["totals"]["stalls"] == 4
+    assert load["memory"]["host_lanes"] == STATE["kv_ledger"]["host"] and load["memory"]["host_cache"] == STATE["host_cache"]
+    assert load["memory"]["sessions"] == STATE["sessions"]
     assert load["queues"] == {"waiting": 2, "retracted": 3} and load["spec"] is None
 
 
