@@ -1,17 +1,18 @@
 """A ledger beside executors that are as adverse as the step order allows, over a pool whose pages have contents.
 
 Each plan's copies and writes are done when it is issued (a fast rank), and its reads are checked again when it retires (a slow rank): a page
-that is reused too early, a wrong canonical row or a wrong tail copy shows as a wrong token. Reusable pages are poisoned as in poison mode.
+that is reused too early, a wrong canonical row or a wrong tail copy shows as a wrong token. Reusable pages are poisoned as in poison mode. With a
+host tier, its copies are done at any moment that their tickets allow (kits.host_copies).
 """
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglane.mem_cache.kv_ledger import Holding, KVLedger
+from kits.host_copies import POISON, HostCopies
+from sglane.mem_cache.hiradix_cache import READY
+from sglane.mem_cache.kv_ledger import Holding, HostOptions, KVLedger
 from sglane.mem_cache.page_layout import PageLayout, Shortfall
 from sglane.mem_cache.radix_key import bigram_key, common_prefix, token_key
-
-POISON = -1
 
 
 @dataclass(eq=False)
@@ -41,17 +42,20 @@ class Read:
 
 
 class LedgerWorld:
-    def __init__(self, page_size, cp_size, num_rows, num_slots, prefix_cache=True, bigram_keys=False):
+    def __init__(self, page_size, cp_size, num_rows, num_slots, prefix_cache=True, bigram_keys=False, host=None):
         self.layout = PageLayout(page_size, cp_size)
-        self.ledger = KVLedger(self.layout, num_rows, num_slots, prefix_cache, record_reusable=True, bigram_keys=bigram_keys)
+        self.has_host = host is not None
+        self.ledger = KVLedger(self.layout, num_rows, num_slots, prefix_cache, record_reusable=True, bigram_keys=bigram_keys, host=host)
         self.key = bigram_key if bigram_keys else token_key
         self.pool = np.full((num_rows * cp_size, page_size), POISON, np.int64)
+        self.copies = HostCopies(self.ledger, self.pool, (host or HostOptions(2, 1)).num_rows)
         self.matched, self.running = [], []
         self.plan_copies, self.plan_entries = [], []
         self.outstanding = []  # (step, reads, copies) issued and not retired
         self.step = 0
         self.inserted = []  # (namespace, key) ever given to the tree
         self.ever_evicted = False
+        self.num_host_hits = self.num_host_tails = self.num_parked = self.num_load_waits = 0
         self.num_hits = self.num_copies = self.num_pending = self.num_evicted = self.num_changes = self.num_looked_ahead = 0
 
     # the planner's verbs
@@ -65,7 +69,9 @@ class LedgerWorld:
         assert holding.num_cached_tokens == hint <= best
         if self.ledger.prefix_cache and not self.ever_evicted:
             assert hint == best, f"hit {hint}, but {best} tokens were inserted"
-        assert holding.num_cached_device == hint and holding.num_cached_host == 0
+        assert holding.num_cached_device + holding.num_cached_host == hint
+        assert self.has_host or holding.num_cached_host == 0
+        self.num_host_hits += holding.num_cached_host > 0
         self.num_hits += hint > 0
         self.matched.append(Request(namespace, tokens, self.key(tokens), num_prompt, holding))
 
@@ -78,7 +84,9 @@ class LedgerWorld:
             return
         holding = request.holding
         num_tokens = min(holding.num_cached_tokens + num_new_tokens, request.num_prompt)
-        num_pages = self.layout.num_pages(num_tokens) - len(holding.pages)
+        num_hit = holding.num_cached_tokens
+        path = self.device_path(holding)
+        num_pages = self.layout.num_pages(num_tokens) - len(path)
         before, others = self.state(), self.unreachable(holding)
         answer = self.ledger.admit(holding, num_tokens, np.zeros(self.layout.cp_size, np.int64))
         if isinstance(answer, Shortfall):
@@ -86,8 +94,15 @@ class LedgerWorld:
             return
         self.note_eviction(before)
         assert answer.num_cached_tokens == holding.num_cached_tokens and answer.pages.tolist() == holding.pages.tolist()
+        assert answer.num_cached_tokens <= num_hit and answer.pages[: len(path)].tolist() == path.tolist()
+        if answer.load is not None:
+            loaded = answer.load.device_pages
+            assert answer.pages[len(path) : len(path) + len(loaded)].tolist() == loaded.tolist(), "a load that is not the row's"
+            assert self.ledger.pending_load(holding) == answer.load.ticket
+            self.copies.plan_loads.append(answer.load)
         if answer.tail_copy is not None:
-            source, target, num_rows, _ = answer.tail_copy
+            source, target, num_rows, from_host = answer.tail_copy
+            self.num_host_tails += from_host
             assert self.layout.lane(source) == self.layout.lane(target) and 0 < num_rows < self.layout.page_size
             assert answer.pages[holding.num_cached_tokens // self.layout.page_size] == target
             self.plan_copies.append((request, answer.tail_copy))
@@ -104,6 +119,9 @@ class LedgerWorld:
         if request.planned or request.num_issued == len(request.contents):
             return
         decode = request.num_issued >= request.num_prompt
+        if decode and self.ledger.pending_load(request.holding):
+            self.num_load_waits += 1
+            return
         limit = len(request.contents) if decode else request.num_prompt
         num_tokens = min(request.num_issued + (1 if decode else num_new_tokens), limit)
         num_pages = self.layout.num_pages(num_tokens) - len(request.row)
@@ -158,13 +176,17 @@ class LedgerWorld:
         if len(self.outstanding) == 2:
             return
         self.step += 1
-        self.ledger.issued(self.step)
+        backups = self.copies.plan_starts()
         self.pool[self.ledger.drain_reusable()] = POISON
-        for _, (source, target, num_rows, _) in self.plan_copies:
-            self.pool[target, :num_rows] = self.pool[source, :num_rows]
+        self.ledger.issued(self.step)
+        for _, (source, target, num_rows, from_host) in self.plan_copies:
+            self.pool[target, :num_rows] = (self.copies.host if from_host else self.pool)[source, :num_rows]
+        self.copies.loads_begin()
         for request in self.plan_entries:
             self.write(request, request.num_issued, request.planned)
             request.num_issued, request.planned, request.last_step = request.planned, 0, self.step
+        self.copies.backups_begin(backups)
+        self.copies.wait_for(max([self.ledger.pending_load(request.holding) for request in self.plan_entries], default=0))
         reads = [Read(request, np.array(request.row), request.num_issued) for request in self.plan_entries]
         for read in reads:
             assert read.row.tolist() == read.request.holding.pages.tolist()
@@ -179,13 +201,14 @@ class LedgerWorld:
         for read in reads:
             self.check_read(read)
             read.request.num_retired = max(read.request.num_retired, read.num_rows)
-        for request, (source, _, num_rows, _) in copies:  # a slow rank copies only now
+        for request, (source, _, num_rows, from_host) in copies:  # a slow rank copies only now
             start = request.holding.num_cached_tokens - num_rows
-            assert self.pool[source, :num_rows].tolist() == request.contents[start : start + num_rows].tolist()
+            assert (self.copies.host if from_host else self.pool)[source, :num_rows].tolist() == request.contents[start : start + num_rows].tolist()
         self.ledger.retired(step)
 
     def flush(self):
-        if not self.matched and not self.running:
+        if not self.matched and not self.running and not self.ledger.has_open_tickets():
+            assert not self.copies.open and not self.copies.plan_loads
             self.ledger.flush()
             self.inserted.clear()
 
@@ -197,6 +220,8 @@ class LedgerWorld:
 
     def enter_plan(self, request, num_tokens):
         request.planned = num_tokens
+        if num_tokens <= request.num_prompt:
+            self.ledger.plan_backup(request.holding, self.key(request.tokens[: request.num_prompt]), num_tokens)
         self.plan_entries.append(request)
 
     def write(self, request, start, stop):
@@ -213,16 +238,33 @@ class LedgerWorld:
         assert np.array_equal(held, expected), f"rows hold {held.tolist()}, not {expected.tolist()} (pages {read.row.tolist()})"
 
     def check_tree(self):
-        """Each node's pages hold exactly its key."""
+        """Each node's pages hold exactly its key, on both tiers; a page that is being loaded does so on the host."""
         dtype = self.key(np.zeros(0, np.int32)).dtype
+        residency = self.ledger._host.residency if self.has_host else None
         for root in self.ledger._tree.roots().values():
             stack = list(root.children)
             while stack:
                 node = stack.pop()
                 stack += node.children
                 key = np.frombuffer(node.key, dtype)
-                held = self.pool[node.pages].reshape(-1)[: len(key)]
-                assert np.array_equal(held, key), f"node {node.id}: pages {node.pages.tolist()} hold {held.tolist()}, not {key.tolist()}"
+                there = ~self.copies.is_loading(node.pages)
+                self.check_rows(node, key, node.pages, np.flatnonzero(there), self.pool)
+                if residency is not None:
+                    copies = np.concatenate((residency.copy[node.pages] * (residency.state[node.pages] == READY), node.host_pages))
+                    self.copies.check_visible(copies)
+                    self.check_rows(node, key, copies, np.flatnonzero(copies), self.copies.host)
+                    assert residency.is_ready(node.pages[~there]).all()
+
+    def check_rows(self, node, key, pages, indices, pool):
+        size = self.layout.page_size
+        for index in indices.tolist():
+            expected = key[index * size : (index + 1) * size]
+            held = pool[pages[index]][: len(expected)]
+            assert np.array_equal(held, expected), f"node {node.id}: page {pages[index]} holds {held.tolist()}, not {expected.tolist()}"
+
+    def device_path(self, holding):
+        """Device pages of the hit by now."""
+        return holding.lease.path_pages(holding.lease.root)[0]
 
     def state(self):
         return self.ledger.snapshot() | {"available": self.ledger.available().tolist()}
@@ -236,7 +278,8 @@ class LedgerWorld:
     def unreachable(self, holding):
         """Pages that nothing can give to this holding now: private pages of all, and the tree's that leases protect, but for the source."""
         tree = self.ledger._tree
-        evictable = tree.evictable_counts() if holding.source is None else tree.evictable_without([holding.source.node])
+        sources = [] if holding.source is None else [holding.source.node]
+        evictable = tree.evictable_without(sources + list(tree.loads().values()))
         device = self.ledger.snapshot()["device"]
         return sum(device["held"]) + sum(device["cached"]) - int(evictable.sum())
 
@@ -245,7 +288,9 @@ class LedgerWorld:
         total = sum(before["device"]["total"])
         if answer.pending:
             self.num_pending += 1
-            assert sum(after["device"]["tickets"]) > 0, "told to wait, but nothing will become reusable"
+            tickets = sum(after["device"]["tickets"])
+            assert tickets > 0 or self.ledger._tree.loads(), "told to wait, but nothing will become reusable"
+            self.num_parked += int(self.ledger._allocator.is_parked(np.arange(len(self.pool))).sum())
             assert num_pages <= total - num_unreachable
             self.note_eviction(before)
         else:

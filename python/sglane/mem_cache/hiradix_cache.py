@@ -7,6 +7,9 @@ Host side of a device page (a copy that is READY is the page's twin; host pages 
     NONE --promote (a host-only page gets this device page)--> READY
     READY --demote (the node keeps the host page), drop_copies, leave--> NONE
 
+Copies are made between pages of the same lane. Where a page was computed again in another lane, its twin stays where it is: the lane of the twin is
+that in which the page will be loaded again.
+
 A reservation is untaken (no plan has its copy yet: given up at once, nothing to wait for), then it has an open ticket. A device page whose
 ticket is open is not reusable, whatever its copy has become.
 
@@ -99,8 +102,7 @@ class Residency:
         return kept
 
     def promote(self, pages: Pages, hosts: Pages) -> int:
-        """Host-only pages get these device pages. Returns how many copies of their own those had; they are given up."""
-        self._expect(pages, self.layout.lanes(pages) == self.layout.lanes(hosts), "promoted in another lane")
+        """Host-only pages get these device pages, computed or to be loaded. Returns how many copies of their own those had; they are given up."""
         self._expect(pages, self.loading[pages] == 0, "promoted")
         left = self.leave(pages)
         self.state[pages] = READY
@@ -131,7 +133,8 @@ class Residency:
         return Left(int(ready.sum()), int((reserved & is_open).sum()))
 
     def begin_load(self, pages: Pages, ticket: int) -> None:
-        self._expect(pages, self.is_ready(pages) & (self.loading[pages] == 0), "loaded")
+        same_lane = self.layout.lanes(pages) == self.layout.lanes(self.copy[pages])
+        self._expect(pages, self.is_ready(pages) & (self.loading[pages] == 0) & same_lane, "loaded")
         self.loading[pages] = ticket
 
     def end_load(self, pages: Pages, ticket: int) -> None:

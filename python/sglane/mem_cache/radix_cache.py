@@ -400,9 +400,9 @@ class RadixCache:
             self._settle_host(node)
 
     def _hosted_pages(self, node: Node) -> Pages:
-        """int32 [n] the node's pages with a copy on the host, in order: device pages with a twin, then host-only pages. Only their lanes count."""
+        """int32 [n] the node's host pages in order: the twins of its device pages, then host-only pages."""
         assert self._residency is not None
-        twins = node.pages[self._residency.is_ready(node.pages)]
+        twins = self._residency.copy[node.pages[self._residency.is_ready(node.pages)]]
         return np.concatenate((twins, node.host_pages)) if node.host_ids else twins
 
     def _settle(self, node: Node, cached_delta: LaneCounts | None, evictable_delta: LaneCounts | None) -> None:

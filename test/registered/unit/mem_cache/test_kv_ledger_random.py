@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.ledger_world import LedgerWorld
+from sglane.mem_cache.kv_ledger import HostOptions
 
 OPS = (
     "match", "match", "cancel", "admit", "admit", "extend", "extend", "extend", "publish", "publish", "release",
@@ -32,6 +33,10 @@ def run(world, ops):
             world.issue()
         elif name == "retire":
             world.retire()
+        elif name == "copy":
+            world.copies.some(rng)
+        elif name == "end":
+            world.copies.end_one(rng)
         elif name == "flush":
             world.flush()
         elif request is not None and name == "cancel":
@@ -51,28 +56,40 @@ def run(world, ops):
 
 def finish(world):
     """Everything ends; the ledger is empty after a flush."""
-    world.issue()
-    while world.outstanding:
-        world.retire()
-    world.issue()
-    while world.outstanding:
-        world.retire()
+    end_everything(world)
     for request in list(world.matched):
         world.cancel(request)
     for request in list(world.running):
         world.release(request, request.num_known)
         world.ledger.audit()
+    end_everything(world)
     world.check_tree()
-    assert not world.running
+    assert not world.running and not world.ledger.has_open_tickets()
     state = world.ledger.snapshot()
     assert state["leases"] == state["requests"] == 0 and state["slots"]["free"] == state["slots"]["total"]
-    assert not any(state["device"]["held"]) and not any(state["device"]["tickets"])
+    for tier in ("device", "host"):
+        assert not any(state[tier]["held"]) and not any(state[tier]["tickets"])
     world.flush()
     world.ledger.audit()
-    assert world.ledger.snapshot()["device"]["free"] == state["device"]["total"]
+    after = world.ledger.snapshot()
+    assert all(after[tier]["free"] == state[tier]["total"] for tier in ("device", "host"))
 
+
+def end_everything(world):
+    """All that is planned is issued, all that is under way comes to its end. Twice: what it makes ready may be ordered then."""
+    for _ in range(2):
+        while world.outstanding:
+            world.retire()
+        world.issue()
+        while world.outstanding:
+            world.retire()
+        world.copies.end_all()
+
+
+HOST_OPS = (*OPS, "copy", "end", "end", "end", "match", "admit", "release")
 
 op_lists = st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 2**32 - 1)), min_size=30, max_size=100)
+host_op_lists = st.lists(st.tuples(st.sampled_from(HOST_OPS), st.integers(0, 2**32 - 1)), min_size=30, max_size=120)
 geometries = st.tuples(st.sampled_from([1, 4, 16]), st.integers(1, 4))
 
 
@@ -117,3 +134,26 @@ def test_long_runs_meet_every_case(page_size, cp_size, bigram_keys):
     if page_size == 1:
         assert not seen.pop("copies")
     assert all(seen.values()), seen
+
+
+@settings(max_examples=150)
+@given(geometries, st.integers(3, 8), st.integers(2, 12), st.integers(1, 3), st.booleans(), host_op_lists)
+def test_two_tiers(geometry, num_rows, num_host_rows, min_hits, bigram_keys, ops):
+    page_size, cp_size = geometry
+    host = HostOptions(num_host_rows, min_hits)
+    run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4, bigram_keys=bigram_keys, host=host), ops)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("bigram_keys", [False, True])
+@pytest.mark.parametrize("min_hits", [1, 2])
+def test_long_runs_meet_every_case_of_two_tiers(page_size, cp_size, bigram_keys, min_hits):
+    rng = np.random.default_rng(page_size * 10 + cp_size)
+    num_rows = 2 + max(24 // (page_size * cp_size), 14 // cp_size)
+    world = LedgerWorld(page_size, cp_size, num_rows, num_slots=5, bigram_keys=bigram_keys, host=HostOptions(num_rows * 3 // 2, min_hits))
+    names = [HOST_OPS[index] for index in rng.integers(0, len(HOST_OPS), 900)]
+    run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"])
+    seen = {"hits": world.num_hits, "copies": world.num_copies, "waits": world.num_pending, "evictions": world.num_evicted,
+            "host hits": world.num_host_hits, "host tails": world.num_host_tails, **world.copies.seen}
+    print(page_size, cp_size, bigram_keys, min_hits, seen, world.num_parked, world.num_load_waits, world.num_changes, world.ledger.host_report())
