@@ -139,6 +139,7 @@ class PlanDriver:
         self._loads: list[Load] = []
         self._backups: list[Backup] = []
         self.num_tickets = 0
+        self.ticket_lanes: dict[int, set[int]] = {}  # lanes that have a part
 
     def start(self, slot: int, prompt: list[int], sampling: SamplingParams, cached: list[int] | None = None, num_cached: int = 0,
               copies: list[TailCopy] | None = None, num_prompt: int | None = None) -> None:
@@ -167,6 +168,7 @@ class PlanDriver:
         self.num_tickets += 1
         host = [self._take(self.free_host, page % self.cp_size) for page in pages]
         self.copies.update(zip(pages, host))
+        self.ticket_lanes[self.num_tickets] = self.lanes(pages)
         self._backups.append(Backup(self.num_tickets, ints(pages), ints(host), is_written))
         return self.num_tickets
 
@@ -174,6 +176,7 @@ class PlanDriver:
         """Bring host pages back in the next step. Returns the ticket and the device pages."""
         self.num_tickets += 1
         pages = [self.take_page(page % self.cp_size) for page in host]
+        self.ticket_lanes[self.num_tickets] = self.lanes(pages)
         self._loads.append(Load(self.num_tickets, ints(host), ints(pages)))
         return self.num_tickets, pages
 

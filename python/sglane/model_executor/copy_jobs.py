@@ -10,9 +10,9 @@ from torch import Tensor
 from sglane.plan.step_plan import PlaneSpec
 
 #: Neighbouring layers of a page are copied in one piece of about this many bytes: below it a copy costs more to begin than to carry out.
-PIECE_BYTES = 1 << 17
-#: Pieces of a model at least, so that copies can follow, or be followed by, the layers of a forward.
-MIN_PIECES = 8
+PIECE_BYTES = 1 << 18
+#: Pieces of a plane, if it has as many layers: copies are to follow the layers of a forward, and to be followed by them.
+MIN_PIECES = 6
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ class CopyLayout:
 
 def _layers_at_once(spec: PlaneSpec, page_size: int) -> int:
     num_bytes = page_size * spec.width * spec.num_bytes_per_element
-    return max(1, min(math.ceil(PIECE_BYTES / num_bytes), spec.num_layers // MIN_PIECES))
+    return min(math.ceil(PIECE_BYTES / num_bytes), math.ceil(spec.num_layers / MIN_PIECES))
 
 
 class CopyJob:

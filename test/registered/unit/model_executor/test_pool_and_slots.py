@@ -3,6 +3,8 @@ import pytest
 import torch
 
 from sglane.model_executor import memory
+from sglane.model_executor.copy_jobs import CopyLayout
+from sglane.model_executor.host_pool import HostPool
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.slot_table import SlotError, SlotTable
 from sglane.plan.io_struct import SamplingParams
@@ -120,3 +122,74 @@ def test_no_room_is_an_error_that_names_the_flag() -> None:
     with pytest.raises(MemoryError, match="--mem-fraction-static"):
         memory.pool_rows(ServerArgs(), CPU, 2 * GIB, GIB, 1 << 20)
     assert 0 < memory.available_bytes(CPU) < 1 << 50
+
+
+def host_flags(**flags: object) -> ServerArgs:
+    return ServerArgs(enable_hierarchical_cache=True, **flags)
+
+
+@pytest.mark.parametrize(("args", "rows"), [
+    (ServerArgs(), 0),
+    (host_flags(hicache_size=3.0), 3 * 10**9 // (1 << 20)),  # a total, sink row included
+    (host_flags(hicache_size=3.0, cp_size=2, enable_cp_shared_kv=True), 3 * 10**9 // (1 << 20)),  # of each rank
+    (host_flags(), 14 * 1024),  # 95 % of 20 GiB less 5: the planner takes what --hicache-ratio asks for
+    (host_flags(cp_size=2, enable_cp_shared_kv=True), int(9.5 * 1024) - 5 * 1024),
+    (host_flags(hicache_size=15.0), 15 * 10**9 // (1 << 20)),
+])
+def test_host_rows(args: ServerArgs, rows: int) -> None:
+    assert memory.host_rows(args, 20 * GIB, 5 * GIB, 1 << 20) == rows
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (host_flags(hicache_size=15.5), r"--hicache-size 15.5 needs 14.44 GiB of RAM per rank, but 14.00 GiB are left"),
+    (host_flags(hicache_size=8.0, cp_size=2, enable_cp_shared_kv=True), "needs 7.45 GiB of RAM per rank, but 4.50 GiB are left"),
+    (host_flags(hicache_size=0.002), "less than two records of 1048576 bytes"),
+    (host_flags(cp_size=4, enable_cp_shared_kv=True), "--enable-hierarchical-cache: no room for a host tier: 0.00 GiB"),
+])
+def test_a_host_tier_that_does_not_fit_is_refused(args: ServerArgs, message: str) -> None:
+    with pytest.raises(MemoryError, match=message):
+        memory.host_rows(args, 20 * GIB, 5 * GIB, 1 << 20)
+
+
+def test_a_host_tier_larger_than_the_ram_is_refused_before_the_weights_are_read() -> None:
+    memory.check_host_size(host_flags(hicache_size=15.5), 20 * GIB)
+    memory.check_host_size(ServerArgs(), 0)
+    with pytest.raises(MemoryError, match="--hicache-size 21"):
+        memory.check_host_size(host_flags(hicache_size=21.0), 20 * GIB)
+
+
+def host_pool(rank: int = 0, cp_size: int = 1) -> HostPool:
+    return HostPool(plane_specs(PLANES, torch.float32), 5, 4, cp_size, rank, torch.float32, CPU)
+
+
+def test_a_record_is_all_planes_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    pool = host_pool()
+    assert pool.buffer.shape == (5, (3 * 6 + 2 * 4) * 4 * 4) and pool.record_bytes == pool.buffer.shape[1]
+    assert "target.kv 0.00 GB, target.index 0.00 GB" in caplog.text
+    pool.planes["target.kv"].fill_(1.0)
+    pool.planes["target.index"][:, 1] = 2.0
+    row = pool.buffer[3].view(torch.float32).tolist()
+    assert row == [1.0] * (3 * 4 * 6) + [0.0] * (4 * 4) + [2.0] * (4 * 4)
+
+
+def test_records_are_poisoned_in_their_lane_and_never_the_sink() -> None:
+    own = host_pool(1, 2)
+    own.poison(np.array([3, 4, 7], np.int32))
+    assert own.buffer.view(torch.float32).isnan().all(1).tolist() == [False, True, False, True, False]
+    with pytest.raises(AssertionError, match="sink"):
+        own.poison(np.array([1], np.int32))
+
+
+def test_pieces_are_neighbouring_layers() -> None:
+    """Large layers alone, small ones together, never more than a sixth of a plane; a shared selection's layers have no index keys."""
+    specs = plane_specs((("target.kv", 12, 4096), ("target.index", 4, 8)), torch.float32)
+    layout = CopyLayout(specs, 16, {"target.kv": tuple(range(12)), "target.index": (0, 3, 6, 9)})
+    assert layout.sizes == {"target.kv": [1] * 12, "target.index": [1] * 4}
+    assert layout.num_layers == 12
+    assert [(piece.plane, piece.first) for piece in layout.load_order][:5] == [
+        ("target.index", 0), ("target.kv", 0), ("target.kv", 1), ("target.kv", 2), ("target.index", 3)]
+    small = CopyLayout(plane_specs((("target.kv", 14, 64),), torch.float32), 16, {"target.kv": tuple(range(14))})
+    assert small.sizes == {"target.kv": [3, 3, 3, 3, 2]}
+    assert [(piece.first, piece.last) for piece in small.backup_order] == [(0, 2), (3, 5), (6, 8), (9, 11), (12, 13)]
+    assert [small.place("target.kv", layer) for layer in (0, 2, 3, 13)] == [0, 0, 1, 4]

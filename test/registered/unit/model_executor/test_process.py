@@ -15,9 +15,21 @@ import zmq
 from safetensors.torch import load_file
 
 from kits.checkpoints import tiny
-from kits.plan_driver import PlanDriver, greedy
+from kits.plan_driver import PlanDriver, TicketBox, greedy
 from sglane.plan.io_struct import Endpoints, StartProfile, StopProfile
-from sglane.plan.step_plan import ExecutorError, ExecutorReady, FromExecutor, PoolInit, PoolReady, ProfileDone, Progress, StepPlan, StepResult, Stop
+from sglane.plan.step_plan import (
+    ExecutorError,
+    ExecutorReady,
+    FromExecutor,
+    PoolInit,
+    PoolReady,
+    ProfileDone,
+    Progress,
+    StepPlan,
+    StepResult,
+    Stop,
+    TicketEnded,
+)
 from sglane.server_args import ProcessSpec, ServerArgs
 from sglane.utils.ipc import Receiver, Sender
 
@@ -29,6 +41,7 @@ class Ranks:
 
     def __init__(self, folder: Path, size: int, path: Path, **flags: object):
         self.size = size
+        self.box = TicketBox()
         self.endpoints = Endpoints(to_planner="unused", to_front="unused", to_executors=[f"ipc://{folder}/e{rank}" for rank in range(size)],
                                    from_executors=f"ipc://{folder}/p", rendezvous=f"file://{folder}/meet")
         self._args = ServerArgs(model_path=str(path), dtype="float32", cp_size=size, enable_cp_shared_kv=size > 1, max_total_tokens=6400, **flags)
@@ -47,7 +60,9 @@ class Ranks:
         while True:
             assert self._receiver.poll(int(timeout_s * 1000)), f"no {kind.__name__} within {timeout_s} s"
             message = self._receiver.recv()
-            if not isinstance(message, Progress):
+            if isinstance(message, TicketEnded):
+                self.box.send(message)
+            elif not isinstance(message, Progress):
                 assert isinstance(message, kind), message
                 return message
 
@@ -57,7 +72,7 @@ class Ranks:
 
     def start_up(self) -> list[ExecutorReady]:
         ready = [self.receive(ExecutorReady) for _ in range(self.size)]
-        self.send(PoolInit(min(r.max_rows for r in ready), 8, 100))
+        self.send(PoolInit(min(r.max_rows for r in ready), 8, 100, min(r.max_host_rows for r in ready)))
         assert sorted(self.receive(PoolReady).rank for _ in range(self.size)) == list(range(self.size))
         return ready
 
@@ -116,6 +131,53 @@ def test_an_injected_failure_is_reported(tmp_path: Path) -> None:
         drive.start(0, [3, 4, 5], greedy())
         with pytest.raises(AssertionError, match="fails at forward"):
             drive.prefill(0, 100)
+        assert process.wait(30) != 0
+
+
+TIER = {"enable_hierarchical_cache": True, "hicache_size": 0.01}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_prefix_comes_back_from_the_host_tier(tmp_path: Path, size: int) -> None:
+    ref = load_file(tiny("llama") / "ref.safetensors")
+    prompt, want = ref["prompt.200"].tolist(), ref["greedy.200"].tolist()[:4]
+    slow = '{"rank": 0, "point": "load", "sleep_ms": 20}'
+    with started(tmp_path, size, page_size=16, hold=slow, **TIER) as (ranks, processes):
+        ready = ranks.start_up()
+        assert {r.max_host_rows for r in ready} == {10**7 // ready[0].num_bytes_per_page}
+        drive = PlanDriver(ranks.run, 16, size, 100, num_host_rows=100)
+        drive.start(0, prompt, greedy())
+        while drive.slots[0].fed < 200:
+            drive.step({0: 60}, backup=True)
+        while any(ranks.box.lanes(ticket) != lanes for ticket, lanes in drive.ticket_lanes.items()):
+            drive.step({})  # it also receives
+        host = [drive.copies[page] for page in drive.slots[0].pages[:12]]
+        drive.release(0)
+        drive.step({})
+        ticket, pages = drive.load(host)
+        drive.start(1, prompt, greedy(), pages, 192)
+        drive.step({1: 100}, needs_load=ticket)
+        while len(drive.slots[1].outputs) < 4:
+            drive.step({}, [1])
+        assert drive.slots[1].outputs == want
+        assert ranks.box.lanes(ticket) == drive.lanes(pages)
+        ranks.send(Stop())
+        assert [process.wait(30) for process in processes] == [0] * size
+
+
+def test_a_failed_copy_ends_an_idle_rank(tmp_path: Path) -> None:
+    with started(tmp_path, 1, hold='{"rank": 0, "point": "ack", "sleep_ms": -1}', page_size=16, **TIER) as (ranks, (process,)):
+        ranks.start_up()
+        drive = PlanDriver(ranks.run, 16, 1, 100, num_host_rows=100)
+        drive.start(0, list(range(3, 40)), greedy())
+        drive.step({0: 100}, backup=True)
+        assert "CopyFailed: host-backup: RuntimeError: fault injection" in ranks.receive(ExecutorError).message
+        assert process.wait(30) != 0
+
+
+def test_a_host_tier_larger_than_the_ram_is_reported_at_once(tmp_path: Path) -> None:
+    with started(tmp_path, 1, enable_hierarchical_cache=True, hicache_size=1e6) as (ranks, (process,)):
+        assert "--hicache-size 1e+06 needs 931322.57 GiB" in ranks.receive(ExecutorError).message
         assert process.wait(30) != 0
 
 
