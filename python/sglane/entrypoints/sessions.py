@@ -113,8 +113,9 @@ class Wish:
 class Session:
     """Turns by name. A plain session is a tree of them, a streaming one has its last."""
 
-    def __init__(self, client_id: str, key: str, is_streaming: bool, timeout_s: float, abort: Callable[[str], None]):
-        """key: the planner's name. timeout_s: 0 is none. abort: ends a request by its rid."""
+    def __init__(self, client_id: str, key: str, is_streaming: bool, timeout_s: float, abort: Callable[[str], None],
+                 used: "Callable[[Session], None]"):
+        """key: the planner's name. timeout_s: 0 is none. abort: ends a request by its rid. used: called when a request has ended."""
         self.client_id = client_id
         self.key = key
         self.is_streaming = is_streaming
@@ -123,6 +124,7 @@ class Session:
         self.num_tokens = 0  # of all turns, each with its own
         self.turns: dict[str, Turn] = {}
         self._abort = abort
+        self._used = used
 
     def make_turn(self, wish: Wish, name: str, added: Tokens, begin_token: int | None) -> Turn:
         """Changes nothing yet; see `turn_started`. begin_token: left out where it begins what is appended. Raises a 400 that names the field."""
@@ -187,6 +189,7 @@ class Session:
         elif not is_kept and self.turns.get(turn.name) is turn:
             del self.turns[turn.name]
         self._count()
+        self._used(self)
 
     def _count(self) -> None:
         self.num_tokens = sum(turn.num_tokens for turn in self.turns.values())
@@ -212,7 +215,7 @@ class SessionBook:
         if len(self._open) >= MAX_SESSIONS:
             raise ApiError(503, f"{MAX_SESSIONS} sessions are open: close some")
         self._num_opened += 1  # a new key, so that a late request of a closed session never meets a new one of the same name
-        session = Session(client_id, f"{self._num_opened}:{client_id}", is_streaming, timeout_s, self._abort)
+        session = Session(client_id, f"{self._num_opened}:{client_id}", is_streaming, timeout_s, self._abort, self._wind_up)
         self._open[client_id] = session
         self._send(OpenSession(session.key))
         self._wind_up(session)

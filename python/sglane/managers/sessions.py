@@ -49,15 +49,21 @@ class Sessions:
         return False
 
     def make_room(self, num_pages: int) -> bool:
-        """Drop leases, the longest unused first, until `num_pages` pages are free or evictable: True. No lease is dropped if all of them together
-        would not be enough. A superseded tail that only a lease kept is free when the steps under way have ended: until then the answer may be
-        False."""
-        missing = num_pages - int(self._ledger.available().sum())
-        if missing > 0 and int(lanes_freed_by(self._leased_nodes(), self._ledger.layout).sum()) < missing:
-            return False
-        while (is_short := int(self._ledger.available().sum()) < num_pages) and self.drop_oldest():
-            pass
-        return not is_short
+        """Whether `num_pages` pages are free or evictable; until they are, or will be when the steps under way have ended, leases are dropped, the
+        longest unused first. No lease is dropped if all of them together would not be enough."""
+        missing = self._num_missing(num_pages)
+        if missing > 0 and int(lanes_freed_by(self._leased_nodes(), self._ledger.layout).sum()) >= missing:
+            while self._num_missing(num_pages) > 0 and self.drop_oldest():
+                pass
+        return int(self._ledger.available().sum()) >= num_pages
+
+    def _num_missing(self, num_pages: int) -> int:
+        """Of `num_pages`; pages on their way are not missing. Negative: there are more than that."""
+        num_missing = num_pages - int(self._ledger.available().sum())
+        if num_missing <= 0:
+            return num_missing
+        device: Any = self._ledger.snapshot()["device"]
+        return num_missing - int(sum(device["tickets"]))
 
     def drop_all(self) -> None:
         """For a flush, which is not counted."""

@@ -292,6 +292,15 @@ def test_a_request_under_way_is_a_use(front):
     front.wait_received(CloseSession, 1)
 
 
+def test_the_time_without_use_begins_when_a_request_has_ended(front):
+    session = open_session(front, timeout=0.4)
+    front.behaviour.step_s = 0.02
+    front.ask("/generate", body_of([504], session, 15))
+    time.sleep(0.25)
+    assert front.behaviour.received_of(CloseSession) == []
+    front.wait_received(CloseSession, 1)
+
+
 def test_closing_under_way(front, plain):
     front.behaviour.step_s = 0.02
     thread, found = in_thread(lambda: front.post("/generate", body_of([504], plain, 20)))

@@ -6,6 +6,7 @@ from kits.engine import Engine
 from kits.fake_executor import FakeExecutor, expected_output
 from sglane.mem_cache.lease_gain import lanes_freed_by
 from sglane.mem_cache.page_layout import PageLayout
+from sglane.mem_cache.radix_key import token_key
 from sglane.utils import fallback
 
 
@@ -145,6 +146,25 @@ def test_nobody_waits_at_the_door_because_of_leases():
     engine.run()
 
 
+def test_pages_on_their_way_need_no_leases():
+    """They are free when the steps under way have ended; meanwhile no session loses anything."""
+    engine = engine_of(num_pages=24)
+    ledger, sessions = engine.ledger, engine.scheduler.sessions
+    sessions.open("s")
+    turn(engine, "a", [], 1, length=13, num_new=4)  # 4 pages
+    holding = ledger.match(token_key(prompt_of(2, 80).astype(np.int32)), "", 79)
+    ledger.admit(holding, 80, engine.layout.no_counts())  # the other 20 pages
+    step = engine.scheduler._next_step
+    ledger.issued(step)
+    ledger.release(holding, token_key(np.empty(0, np.int32)))
+    assert int(ledger.available().sum()) == 0
+    assert not sessions.make_room(3) and sessions.report()["num_leased"] == 1
+    ledger.retired(step)
+    assert sessions.make_room(20) and sessions.report()["num_leased"] == 1
+    assert sessions.make_room(24) and sessions.report()["num_leased"] == 0
+    assert not sessions.make_room(25)
+
+
 def test_requests_that_wait_for_running_ones_take_no_leases():
     """Where even all leases together would not be enough, they stay."""
     engine = engine_of(num_pages=24)
@@ -213,6 +233,44 @@ def test_without_a_prefix_cache_there_are_no_leases():
     engine.scheduler.sessions.open("s")
     turn(engine, "a", [], 1)
     assert engine.scheduler.sessions.report()["num_leased"] == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("cp_size", "seed"), [(1, 0), (1, 1), (2, 2), (2, 3), (4, 4)])
+def test_conversations_in_a_small_pool(cp_size, seed, overlap):
+    """Random turns, other requests and aborts on a pool that holds a third of the sessions: every answer is right, nobody is refused."""
+    rng = np.random.default_rng(seed)
+    engine = engine_of(num_pages=32, cp_size=cp_size, num_slots=5, overlap=overlap)
+    sessions = engine.scheduler.sessions
+    prompts, histories = {}, {f"s{index}": prompt_of(200 + index, 10) for index in range(6)}
+    for name in histories:
+        sessions.open(name)
+    for number in range(60):
+        rid, name = f"r{number}", f"s{rng.integers(6)}"
+        busy = {known for known, (session, _) in prompts.items() if session == name and engine.last.get(known) is None}
+        session = "" if busy or rng.random() < 0.4 else name
+        prompt = np.concatenate([histories[name], prompt_of(number, rng.integers(1, 9))]) if session else prompt_of(number, rng.integers(1, 60))
+        if len(prompt) > 70:
+            prompt = histories[name] = prompt_of(number, 10)
+        prompts[rid] = (session, prompt.astype(np.int64))
+        engine.add(rid, prompts[rid][1], int(rng.integers(1, 12)), session=session)
+        if rng.random() < 0.1:
+            engine.scheduler.abort(rid)
+        for _ in range(rng.integers(0, 12)):
+            engine.turn()
+        for known, (session, prompt) in prompts.items():
+            if session and known in engine.last and engine.last[known].finish is not None and engine.last[known].finish.kind == "length":
+                histories[session] = np.concatenate([prompt, engine.outputs[known]])
+    engine.run()
+    assert sessions.report()["num_leased"] > 0 and dropped() > 0
+    for rid, (_, prompt) in prompts.items():
+        finish = engine.last[rid].finish
+        assert finish.kind == "length" or finish.message == "aborted", finish
+        assert engine.outputs[rid] == expected_output(prompt, len(engine.outputs[rid]))
+    for name in histories:
+        sessions.close(name)
+    assert engine.ledger.snapshot()["leases"] == 0
+    engine.ledger.audit()
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
