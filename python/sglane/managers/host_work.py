@@ -7,18 +7,14 @@ from sglane.utils.histogram import TimeHistogram
 #: Upper bounds of the buckets; one more takes the rest. Seconds.
 COPY_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 KINDS = ("backup", "load")
-#: Why tokens did not get into the host tier, or left it.
-DROP_REASONS = ("no_room", "evicted_before_end", "host_evicted")
-#: What KVLedger.host_report() says of a server without a host tier.
-NO_HOST_TIER: dict[str, Any] = {
-    "backup_tokens": 0, "load_tokens": 0, "backup_duplicates": 0, "dropped_tokens": dict.fromkeys(DROP_REASONS, 0),
-}
 
 
 class HostWork:
     """Bytes and times of the parts of tickets that ranks have carried out."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bytes: int) -> None:
+        """page_bytes: of one record; 0 without a host tier."""
+        self._page_bytes = page_bytes
         self._num_bytes = dict.fromkeys(KINDS, 0)
         self._times = {kind: TimeHistogram(COPY_BOUNDS_S) for kind in KINDS}
 
@@ -27,13 +23,11 @@ class HostWork:
         self._num_bytes[kind] += num_bytes
         self._times[kind].add(duration_s)
 
-    def report(self, ledger_report: Mapping[str, Any], page_bytes: int, num_open_tickets: int, *, enabled: bool) -> dict[str, Any]:
-        """`host_cache` of the planner's state. ledger_report: KVLedger.host_report(). page_bytes: of one record; 0 without a host tier. Every
-        ticket has one time for each rank that had a part of it; tokens count once, when the whole ticket has ended."""
+    def report(self, ledger_report: Mapping[str, Any]) -> dict[str, Any]:
+        """`host_cache` of the planner's state. ledger_report: KVLedger.host_report(). Every ticket has one time for each rank that had a part of it;
+        tokens count once, when the whole ticket has ended."""
         tickets = {
             kind: {"tokens": ledger_report[f"{kind}_tokens"], "bytes": self._num_bytes[kind], "times": self._times[kind].report()} for kind in KINDS
         }
-        return {
-            "enabled": enabled, "page_bytes": page_bytes, "tickets": tickets, "backup_duplicates": ledger_report["backup_duplicates"],
-            "dropped_tokens": ledger_report["dropped_tokens"], "open_tickets": num_open_tickets,
-        }
+        passed_on = {name: ledger_report[name] for name in ("backup_duplicates", "dropped_tokens", "open_tickets")}
+        return {"enabled": self._page_bytes > 0, "page_bytes": self._page_bytes, "tickets": tickets, **passed_on}

@@ -7,7 +7,7 @@ import msgspec
 import zmq
 
 from sglane import environ
-from sglane.managers.host_work import NO_HOST_TIER, HostWork
+from sglane.managers.host_work import HostWork
 from sglane.managers.limits import Limits
 from sglane.managers.reporter import Reporter
 from sglane.managers.scheduler import Scheduler
@@ -187,7 +187,7 @@ class Planner:
         )
         self.scheduler = Scheduler(ledger, self._layout, limits, args.cp_size)
         self._reporter = Reporter(self.scheduler, args.decode_log_interval)
-        self._host_work = HostWork()
+        self._host_work = HostWork(ready[0].num_bytes_per_page if self.sizes.num_host_rows else 0)
         self._memory = {
             "devices": [rank.device_name for rank in ready],
             "weight_bytes": [rank.weight_bytes for rank in ready],
@@ -371,7 +371,7 @@ class Planner:
             "lanes": self.scheduler.lanes(),
             "evictions": self.scheduler.ledger.evictions(),
             "sessions": self.scheduler.sessions.report(),
-            "host_cache": self._host_work.report(self.scheduler.ledger.host_report(), self._record_bytes, enabled=self._args.enable_hierarchical_cache),
+            "host_cache": self._host_work.report(self.scheduler.ledger.host_report()),
             **self.scheduler.load(),
             **self.scheduler.set_aside(),
         }

@@ -132,6 +132,7 @@ class HostTier:
             "backup_tokens": self._num_backup_pages * size,
             "load_tokens": self._num_load_pages * size,
             "backup_duplicates": self._num_duplicates,
+            "open_tickets": len(self._tickets),
             "dropped_tokens": {reason: num_pages * size for reason, num_pages in dropped.items()},
             "hits_device_tokens": self._hit_tokens["device"],
             "hits_host_tokens": self._hit_tokens["host"],

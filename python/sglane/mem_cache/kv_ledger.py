@@ -272,7 +272,7 @@ class KVLedger:
         if self._host is not None:
             return self._host.report()
         dropped = dict.fromkeys(("no_room", "evicted_before_end", "host_evicted"), 0)
-        names = ("backup_tokens", "load_tokens", "backup_duplicates", "hits_device_tokens", "hits_host_tokens")
+        names = ("backup_tokens", "load_tokens", "backup_duplicates", "open_tickets", "hits_device_tokens", "hits_host_tokens")
         return {**dict.fromkeys(names, 0), "dropped_tokens": dropped}
 
     def snapshot(self) -> dict[str, object]:

@@ -1,22 +1,26 @@
 """What copies between device and host brought: the planner's `host_cache`."""
 from kits.fake_planner import STATE
-from sglane.managers.host_work import COPY_BOUNDS_S, DROP_REASONS, NO_HOST_TIER, HostWork
+from sglane.managers.host_work import COPY_BOUNDS_S, HostWork
+from sglane.mem_cache.kv_ledger import KVLedger
+from sglane.mem_cache.page_layout import PageLayout
+
+NO_HOST_TIER = KVLedger(PageLayout(4, 1), 8, 2).host_report()
 
 
 def test_without_a_host_tier_all_is_zero():
-    report = HostWork().report(NO_HOST_TIER, 0, 0, enabled=False)
-    assert not report["enabled"] and report["dropped_tokens"] == dict.fromkeys(DROP_REASONS, 0)
+    report = HostWork(0).report(NO_HOST_TIER)
+    assert not report["enabled"] and not any(report["dropped_tokens"].values())
     for ticket in report["tickets"].values():
         assert (ticket["tokens"], ticket["bytes"], sum(ticket["times"]["counts"]), ticket["times"]["sum_s"]) == (0, 0, 0, 0.0)
 
 
 def test_parts_add_up():
-    work = HostWork()
+    work = HostWork(64)
     for num_bytes, duration_s in ((1000, 0.004), (500, 0.2), (0, 100.0)):
         work.ended("backup", num_bytes, duration_s)
     work.ended("load", 70, 0.001)
-    ledger = {**NO_HOST_TIER, "backup_tokens": 160, "load_tokens": 16, "backup_duplicates": 3}
-    report = work.report(ledger, 64, 2, enabled=True)
+    ledger = {**NO_HOST_TIER, "backup_tokens": 160, "load_tokens": 16, "backup_duplicates": 3, "open_tickets": 2}
+    report = work.report(ledger)
     backup, load = report["tickets"]["backup"], report["tickets"]["load"]
     assert (backup["tokens"], backup["bytes"], load["tokens"], load["bytes"]) == (160, 1500, 16, 70)
     counts = dict(zip((*COPY_BOUNDS_S, None), backup["times"]["counts"], strict=True))
@@ -25,7 +29,7 @@ def test_parts_add_up():
 
 
 def test_the_fake_planner_says_the_same_things():
-    real, fake = HostWork().report(NO_HOST_TIER, 0, 0, enabled=False), STATE["host_cache"]
+    real, fake = HostWork(0).report(NO_HOST_TIER), STATE["host_cache"]
     assert real.keys() == fake.keys() and real["dropped_tokens"].keys() == fake["dropped_tokens"].keys()
     for kind, ticket in real["tickets"].items():
         assert ticket.keys() == fake["tickets"][kind].keys()
