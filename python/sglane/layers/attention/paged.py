@@ -4,7 +4,7 @@ from torch import Tensor
 
 from sglane.distributed.exchange.local import Exchange
 from sglane.forward.forward_batch import IndexInputs, SharedSelection
-from sglane.layers.attention.blocked import MergedRows, attend_causal, attend_partial, attend_rows, merge_partials
+from sglane.layers.attention.blocked import CausalQueries, MergedRows, attend_causal, attend_partial, attend_rows, merge_partials
 from sglane.layers.attention.indexer import (
     ExtendSelection,
     LaneSelection,
@@ -38,6 +38,8 @@ class PagedAttention:
         self._exchange = exchange
         self._prefix = prefix
         self._tap = tap
+        self._places = kv.places(view.rows, view.offsets)
+        self._queries = [CausalQueries(part.positions) for part in view.extends]
         # Selection of the last full layer, kept for the IndexShare layers after it.
         self._extend_sets: list[ExtendSelection] = []
         self._query_sets: LaneSelection | None = None
@@ -47,7 +49,7 @@ class PagedAttention:
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = k.shape[1]
         rows = torch.cat((k.flatten(1), v.flatten(1)), 1)  # [n, 2 * Hkv * D]
-        self._kv.write(layer, self._view.rows, self._view.offsets, rows)
+        self._kv.write(layer, self._places, rows)
         out = torch.empty_like(q) if self._view.extends or self._view.queries is None else None
         if out is not None and self._view.extends:
             self._gqa_extends(ExtendKeys(self._kv, layer, rows, self._view, self._exchange, self._prefix), q, num_kv_heads, scale, out)
@@ -74,7 +76,7 @@ class PagedAttention:
             own = gathered[extend.first:extend.first + len(extend.positions)]
             merged = MergedRows(*own.shape, q.device)
             for piece in lane_pieces(self._kv, layer, extend):
-                found = piece.rows.unflatten(1, (2, num_kv_heads, head_dim)).permute(1, 2, 0, 3).contiguous()  # [2, Hkv, T, D]
+                found = piece.rows.unflatten(1, (2, num_kv_heads, head_dim)).permute(1, 2, 0, 3)  # [2, Hkv, T, D]
                 merged.put(*attend_partial(own, found[0], found[1], piece.last_visible(extend.positions), scale))
             partials.put_extend(extend, *merged.result())
         return partials.merged().view(-1, num_heads, head_dim)
@@ -86,13 +88,13 @@ class PagedAttention:
         if keys.is_whole:
             for i, part in enumerate(view.extends):
                 if part.end > part.begin:
-                    found = keys.whole(i).unflatten(1, shape).permute(1, 2, 0, 3).contiguous()  # [2, Hkv, T, D]
-                    out[part.begin:part.end] = attend_causal(q[part.begin:part.end], found[0], found[1], part.positions, scale)
+                    found = keys.whole(i).unflatten(1, shape).permute(1, 2, 0, 3)  # [2, Hkv, T, D]
+                    out[part.begin:part.end] = attend_causal(q[part.begin:part.end], found[0], found[1], self._queries[i], scale)
             return
         sums = [MergedRows(part.end - part.begin, *q.shape[1:], q.device) for part in view.extends]
         for i, piece in keys.pieces():
             part = view.extends[i]
-            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3).contiguous()
+            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3)
             sums[i].put(*attend_partial(q[part.begin:part.end], found[0], found[1], piece.last_visible(part.positions), scale))
         for part, merged in zip(view.extends, sums):
             out[part.begin:part.end] = merged.result()[0]
@@ -102,7 +104,7 @@ class PagedAttention:
         """See AttentionOps."""
         view = self._view
         heads = Heads(w_uk, w_uv, scale)
-        self._kv.write(layer, view.rows, view.offsets, kv)
+        self._kv.write(layer, self._places, kv)
         if isinstance(index, IndexInputs):
             self._select(layer, index)
         sparse = index is not None
@@ -164,7 +166,7 @@ class PagedAttention:
         view, plane = self._view, self._index
         assert plane is not None, f"layer {layer} has an indexer, but there is no index plane"
         keys = index.k.to(plane.buffer.dtype)
-        plane.write(index.layer, view.rows, view.offsets, keys)
+        plane.write(index.layer, plane.places(view.rows, view.offsets), keys)
         q = index.q.float() * index.scale
         if view.extends:
             self._extend_sets = self._select_extends(q, index, keys)
