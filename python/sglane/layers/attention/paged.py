@@ -76,7 +76,7 @@ class PagedAttention:
             own = gathered[extend.first:extend.first + len(extend.positions)]
             merged = MergedRows(*own.shape, q.device)
             for piece in lane_pieces(self._kv, layer, extend):
-                found = piece.rows.unflatten(1, (2, num_kv_heads, head_dim)).permute(1, 2, 0, 3)  # [2, Hkv, T, D]
+                found = piece.rows.unflatten(1, (2, num_kv_heads, head_dim)).permute(1, 2, 0, 3).contiguous()  # [2, Hkv, T, D]
                 merged.put(*attend_partial(own, found[0], found[1], piece.last_visible(extend.positions), scale))
             partials.put_extend(extend, *merged.result())
         return partials.merged().view(-1, num_heads, head_dim)
@@ -94,7 +94,7 @@ class PagedAttention:
         sums = [MergedRows(part.end - part.begin, *q.shape[1:], q.device) for part in view.extends]
         for i, piece in keys.pieces():
             part = view.extends[i]
-            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3)
+            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3).contiguous()  # once: many tiles see all of a piece
             sums[i].put(*attend_partial(q[part.begin:part.end], found[0], found[1], piece.last_visible(part.positions), scale))
         for part, merged in zip(view.extends, sums):
             out[part.begin:part.end] = merged.result()[0]
