@@ -25,15 +25,13 @@ class PrefetchThread:
         self._pool.submit(int).result()
 
     def submit(self, pages: PrefixPages, plan: PrefixPlan, layer: int, tile: int) -> Future[PageTile]:
-        return self._pool.submit(_fetch_in_thread, pages, plan, layer, tile)
+        return self._pool.submit(fetch, pages, plan, layer, tile)
 
 
+@torch.inference_mode()
 def fetch(pages: PrefixPages, plan: PrefixPlan, layer: int, tile: int) -> PageTile:
     """The tile's pages, here."""
     return pages.launch(layer, pages.materialise(layer, plan.tiles[tile]))
-
-
-_fetch_in_thread = torch.inference_mode()(fetch)  # the mode is the thread's own; the rank's thread is in it already
 
 
 class PrefixReader:
