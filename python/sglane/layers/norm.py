@@ -1,4 +1,6 @@
 """Normalisations over the last dimension, computed in float32."""
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,8 +37,16 @@ class RMSNorm:
 
 def _scaled_rows(x: Tensor, eps: float) -> Tensor:
     """x [n, size] / sqrt(mean(x^2) + eps) in one pass without a float32 copy: a batch norm whose channels are the rows, with mean 0."""
-    mean_square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_().mul_(1 / x.shape[1])  # [n]
-    return torch.batch_norm(x.unsqueeze(0), None, None, torch.zeros_like(mean_square), mean_square, False, 0.0, eps, False).squeeze(0)
+    n, size = x.shape
+    zero, root = _row_constants(n, size)
+    square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square_()  # [n]: `size` times the mean, and so is eps
+    return torch.batch_norm(x.unsqueeze(0), root, None, zero, square, False, 0.0, eps * size, False).squeeze(0)
+
+
+@lru_cache(maxsize=8)
+def _row_constants(n: int, size: int) -> tuple[Tensor, Tensor]:
+    """float32 [n]: zeros, and the root of `size`. All norms of a step share them."""
+    return torch.zeros(n), torch.full((n,), size ** 0.5)
 
 
 class LayerNorm:

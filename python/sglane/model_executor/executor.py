@@ -255,6 +255,8 @@ class Executor:
 
     def _exchange(self, samples: list[Sampled], mine: list[Sampled], tokens: np.ndarray) -> np.ndarray:
         """The one exchange that ends a step, also its fence: int64 [samples] tokens of all ranks."""
+        if self.groups.step.size == 1:
+            return tokens
         found = {sample.slot: token for sample, token in zip(mine, tokens.tolist())}
         own = torch.tensor([found.get(sample.slot, -1) for sample in samples] or [-1], dtype=torch.int64)
         every = self.groups.step.all_gather(own).amax(0).numpy()[:len(samples)]

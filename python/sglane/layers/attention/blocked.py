@@ -48,6 +48,22 @@ def query_tiles(positions: np.ndarray, num_rows: int, dtype: torch.dtype, device
     return tiles
 
 
+class CausalQueries:
+    """Queries at ascending positions. All layers of a step cut them in the same way, so that is done once."""
+
+    def __init__(self, positions: np.ndarray):
+        """positions int64 [n]."""
+        self._positions = positions
+        self._tiles: dict[tuple[int, torch.dtype, torch.device], list[QueryTile]] = {}
+
+    def tiles(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> list[QueryTile]:
+        """See query_tiles."""
+        key = (num_rows, dtype, device)
+        if key not in self._tiles:
+            self._tiles[key] = query_tiles(self._positions, num_rows, dtype, device)
+        return self._tiles[key]
+
+
 @lru_cache(maxsize=64)
 def _triangle(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[num_rows, num_rows - 1]: row i of adjacent positions sees the first i of the keys after the first row's position."""
@@ -59,19 +75,19 @@ def _additive(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> T
     return torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0))).to(device, dtype)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale: float) -> Tensor:
-    """q [n, H, D] at ascending `positions` int64 [n]; k [Hkv, T, D] and v [Hkv, T, Dv] of positions [0, T). Returns [n, H, Dv]."""
-    return _attend(q, k, v, positions, scale, None)
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, queries: CausalQueries, scale: float) -> Tensor:
+    """q [n, H, D] at the positions of `queries`; k [Hkv, T, D] and v [Hkv, T, Dv] of positions [0, T). Returns [n, H, Dv]."""
+    return _attend(q, k, v, queries, scale, None)
 
 
 def attend_partial(q: Tensor, k: Tensor, v: Tensor, last_visible: np.ndarray, scale: float) -> tuple[Tensor, Tensor]:
     """Some of the keys of q [n, H, D], to be merged: k [Hkv, T, D], v [Hkv, T, Dv]; query i sees the keys [0, last_visible[i]], int64 [n]
     ascending, -1: none. Returns o [n, H, Dv] and the log-sum-exp float32 [n, H], -inf with o = 0 where there is no key."""
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    return _attend(q, k, v, last_visible, scale, lse), lse
+    return _attend(q, k, v, CausalQueries(last_visible), scale, lse), lse
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale: float, lse: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, cut: CausalQueries, scale: float, lse: Tensor | None) -> Tensor:
     """lse float32 [n, H] is filled in; None: every query sees at least one key."""
     n, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, value_dim = v.shape
@@ -81,15 +97,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: np.ndarray, scale: float
     shape = (n, num_kv_heads, group, value_dim)
     out = q.new_empty(shape) if lse is None else q.new_zeros(shape)
     room = q.new_empty(heads * group * rows * num_keys)  # scores of one tile
-    for tile in query_tiles(positions, rows, q.dtype, q.device):
+    for tile in cut.tiles(rows, q.dtype, q.device):
         m = tile.end - tile.begin
         if tile.num_keys == 0:
             continue
         for h in range(0, num_kv_heads, heads):
             some = slice(h, h + heads)
             queries = grouped[some, :, tile.begin:tile.end].reshape(-1, group * m, head_dim)
-            # Without these copies (of several heads; of one, none is made) the products make slower ones of their own.
-            keys, values = k[some, :tile.num_keys].contiguous(), v[some, :tile.num_keys].contiguous()
+            # The product with scattered keys makes a slower copy of its own; that with scattered values needs none.
+            keys, values = k[some, :tile.num_keys].contiguous(), v[some, :tile.num_keys]
             scores = room[:len(queries) * group * m * tile.num_keys].view(-1, group * m, tile.num_keys)
             torch.bmm(queries, keys.transpose(1, 2), out=scores)
             if tile.mask is not None:

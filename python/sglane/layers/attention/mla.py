@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglane.layers.attention.blocked import MergedRows, attend_causal, attend_partial, attend_rows
+from sglane.layers.attention.blocked import CausalQueries, MergedRows, attend_causal, attend_partial, attend_rows
 from sglane.layers.attention.cost import TILE_ELEMENTS, mla_expanded
 from sglane.layers.attention.indexer import ExtendSelection
 from sglane.layers.attention.keys import KeyPiece
@@ -105,8 +105,9 @@ class PieceByPiece:
 
 def _attend_expanded(q: Tensor, rows: Tensor, positions: np.ndarray, heads: Heads) -> Tensor:
     out = q.new_empty((len(q), len(heads.w_uv), heads.w_uv.shape[1]))
+    queries = CausalQueries(positions)
     for some, keys, values in _expanded(q, rows, heads):
-        out[:, some] = attend_causal(q[:, some], keys, values, positions, heads.scale)
+        out[:, some] = attend_causal(q[:, some], keys, values, queries, heads.scale)
     return out
 
 
@@ -134,7 +135,7 @@ def _partial_absorbed(q: Tensor, rows: Tensor, last_visible: np.ndarray, heads: 
 
 def _attend_absorbed(q: Tensor, rows: Tensor, positions: np.ndarray, heads: Heads) -> Tensor:
     keys = rows.unsqueeze(0)  # one kv head: [1, T, ck + dr]
-    return heads.values(attend_causal(heads.absorb(q), keys, keys[..., :heads.latent_dim], positions, heads.scale))
+    return heads.values(attend_causal(heads.absorb(q), keys, keys[..., :heads.latent_dim], CausalQueries(positions), heads.scale))
 
 
 def _attend_chosen(q: Tensor, rows: Tensor, heads: Heads, chosen: Tensor) -> Tensor:

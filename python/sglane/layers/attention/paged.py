@@ -5,7 +5,7 @@ from torch import Tensor
 from sglane.distributed.exchange.local import Exchange
 from sglane.forward.forward_batch import IndexInputs, SharedSelection
 from sglane.forward.layer_hooks import OPEN_GATE, LayerGate
-from sglane.layers.attention.blocked import MergedRows, attend_causal, attend_partial, attend_rows, merge_partials
+from sglane.layers.attention.blocked import CausalQueries, MergedRows, attend_causal, attend_partial, attend_rows, merge_partials
 from sglane.layers.attention.indexer import (
     ExtendSelection,
     LaneSelection,
@@ -41,6 +41,8 @@ class PagedAttention:
         self._prefix = prefix
         self._tap = tap
         self._gate = gate
+        self._places = kv.places(view.rows, view.offsets)
+        self._queries = [CausalQueries(part.positions) for part in view.extends]
         # Selection of the last full layer, kept for the IndexShare layers after it.
         self._extend_sets: list[ExtendSelection] = []
         self._query_sets: LaneSelection | None = None
@@ -51,7 +53,7 @@ class PagedAttention:
         num_heads, head_dim = q.shape[1:]
         num_kv_heads = k.shape[1]
         rows = torch.cat((k.flatten(1), v.flatten(1)), 1)  # [n, 2 * Hkv * D]
-        self._kv.write(layer, self._view.rows, self._view.offsets, rows)
+        self._kv.write(layer, self._places, rows)
         out = torch.empty_like(q) if self._view.extends or self._view.queries is None else None
         if out is not None and self._view.extends:
             self._gqa_extends(ExtendKeys(self._kv, layer, rows, self._view, self._exchange, self._prefix), q, num_kv_heads, scale, out)
@@ -90,13 +92,13 @@ class PagedAttention:
         if keys.is_whole:
             for i, part in enumerate(view.extends):
                 if part.end > part.begin:
-                    found = keys.whole(i).unflatten(1, shape).permute(1, 2, 0, 3).contiguous()  # [2, Hkv, T, D]
-                    out[part.begin:part.end] = attend_causal(q[part.begin:part.end], found[0], found[1], part.positions, scale)
+                    found = keys.whole(i).unflatten(1, shape).permute(1, 2, 0, 3)  # [2, Hkv, T, D]
+                    out[part.begin:part.end] = attend_causal(q[part.begin:part.end], found[0], found[1], self._queries[i], scale)
             return
         sums = [MergedRows(part.end - part.begin, *q.shape[1:], q.device) for part in view.extends]
         for i, piece in keys.pieces():
             part = view.extends[i]
-            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3).contiguous()
+            found = piece.rows.unflatten(1, shape).permute(1, 2, 0, 3).contiguous()  # once: many tiles see all of a piece
             sums[i].put(*attend_partial(q[part.begin:part.end], found[0], found[1], piece.last_visible(part.positions), scale))
         for part, merged in zip(view.extends, sums):
             out[part.begin:part.end] = merged.result()[0]
@@ -107,7 +109,7 @@ class PagedAttention:
         self._gate.wait(self._kv.name, layer)
         view = self._view
         heads = Heads(w_uk, w_uv, scale)
-        self._kv.write(layer, view.rows, view.offsets, kv)
+        self._kv.write(layer, self._places, kv)
         if isinstance(index, IndexInputs):
             self._select(layer, index)
         sparse = index is not None
@@ -170,7 +172,7 @@ class PagedAttention:
         assert plane is not None, f"layer {layer} has an indexer, but there is no index plane"
         self._gate.wait(plane.name, index.layer)
         keys = index.k.to(plane.buffer.dtype)
-        plane.write(index.layer, view.rows, view.offsets, keys)
+        plane.write(index.layer, plane.places(view.rows, view.offsets), keys)
         q = index.q.float() * index.scale
         if view.extends:
             self._extend_sets = self._select_extends(q, index, keys)

@@ -17,17 +17,17 @@ class Plane:
         self._by_token = buffer.view(-1, self.width)  # [rows * layers * page_size, width]
         self._by_page = buffer.view(-1, self.page_size * self.width)  # [rows * layers, page_size * width]
 
-    def write(self, layer: int, rows: Tensor, offsets: Tensor, x: Tensor) -> None:
-        """Store x [n, width] at (rows, offsets), both int64 [n]; no two equal."""
-        self._by_token.index_copy_(0, self.token_index(layer, rows, offsets), x)
+    def write(self, layer: int, places: Tensor, x: Tensor) -> None:
+        """Store x [n, width] at `places` int64 [n]; no two equal."""
+        self._by_token.index_copy_(0, places + layer * self.page_size, x)
 
-    def token_index(self, layer: int, rows: Tensor, offsets: Tensor) -> Tensor:
-        """int64, shape of rows: index of (row, layer, offset) in the view by token."""
-        return (rows * self.num_layers + layer) * self.page_size + offsets
+    def places(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """int64, shape of rows: index of (row, offset) of layer 0 in the view by token; other layers follow at every page_size."""
+        return rows * (self.num_layers * self.page_size) + offsets
 
     def tokens(self, layer: int, rows: Tensor, offsets: Tensor) -> Tensor:
         """rows and offsets int64 [...]; returns [..., width]."""
-        index = self.token_index(layer, rows, offsets)
+        index = self.places(rows, offsets) + layer * self.page_size
         return self._by_token.index_select(0, index.view(-1)).view(*rows.shape, self.width)
 
     def pages(self, layer: int, rows: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from kits.process_ranks import process_ranks, run_on, toy_worker
 from kits.toy_model import ToyConfig, ToyModel
 from sglane import environ
 from sglane.forward.token_split import Entry
+from sglane.layers.attention import blocked
+from sglane.layers.attention.blocked import query_tiles
 from sglane.layers.attention.plane import Plane
 from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader, wants_prefetch
 from sglane.layers.attention.prefix import FetchedTile, MappedPages, PageTile, PrefixPlan, PrefixTile, plan_prefix
@@ -218,6 +220,16 @@ def test_cold_extends_read_no_pool(cp_size: int, monkeypatch: pytest.MonkeyPatch
     next(steps)
     with pytest.raises(AssertionError, match="a pool was read"):
         next(steps)
+
+
+def test_all_layers_share_the_tiles_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts = []
+    monkeypatch.setattr(blocked, "query_tiles", lambda positions, *rest: cuts.append(len(positions)) or query_tiles(positions, *rest))
+    found = []
+    for _ in run_world(1, [[(0, 12), (1, 9)], [(0, 5)]], False):
+        found.append(cuts.copy())
+        cuts.clear()
+    assert NUM_LAYERS > 1 and found == [[12, 9], [5]]
 
 
 @pytest.mark.parametrize("bad_layer", range(NUM_LAYERS))

@@ -34,7 +34,7 @@ def test_planes_and_sizes() -> None:
     assert num_bytes_per_page(specs, 4) == (3 * 6 + 2 * 4) * 4 * 2
     plane = pool().plane("target.kv")
     rows, offsets = torch.tensor([3, 1]), torch.tensor([2, 0])
-    plane.write(1, rows, offsets, torch.arange(12.0).view(2, 6))
+    plane.write(1, plane.places(rows, offsets), torch.arange(12.0).view(2, 6))
     assert plane.buffer[3, 1, 2].tolist() == list(range(6)) and plane.buffer[1, 1, 0].tolist() == list(range(6, 12))
     assert plane.buffer.sum() == 66
     assert torch.equal(plane.tokens(1, rows, offsets), torch.arange(12.0).view(2, 6))
