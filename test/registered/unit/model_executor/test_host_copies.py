@@ -214,7 +214,7 @@ def test_a_backup_follows_the_layers(family: str) -> None:
 
     def check(layer: int) -> None:
         engine.layer_written(layer)
-        host = [page for page in drive.copies.values()]
+        host = list(drive.copies.values())
         for name, layers in written_after.items():
             record = engine.host.planes[name][host]
             deadline = time.monotonic() + 10
