@@ -25,6 +25,10 @@ def check_copies(plan: StepPlan, cp_size: int, num_rows: int, num_host_rows: int
         apart = host % cp_size != device % cp_size
         if apart.any():
             raise CopyOrderError(f"{what} is between lanes: host pages {host[apart].tolist()}, device pages {device[apart].tolist()}")
+    for copy in plan.tail_copies:
+        what, num_source_rows = f"step {plan.step}: tail copy to page {copy.dst_page}", num_host_rows if copy.from_host else num_rows
+        _check_range(what, "host" if copy.from_host else "device", np.array([copy.src_page]), cp_size, num_source_rows)
+        _check_range(what, "device", np.array([copy.dst_page]), cp_size, num_rows)
     tails = [copy.dst_page for copy in plan.tail_copies]
     _check_distinct(f"step {plan.step}", "device", [*(device for _, _, device in loads), np.array(tails, np.int32)])
     _check_distinct(f"step {plan.step}", "host", [host for _, host, _ in backups])

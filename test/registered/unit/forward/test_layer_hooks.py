@@ -81,3 +81,14 @@ def test_recordings_show_the_ranges():
         marks.before_exchange()
         marks.end()
     assert {"step 7", "layer 0", "sample", "exchange"} <= {event.name for event in recording.events()}
+
+
+def test_a_layer_is_told_written_before_anything_else_happens() -> None:
+    told: list[int] = []
+    hooks = StepHooks(lambda step, layer: None, Holds.parse('{"rank": 0, "point": "forward", "sleep_ms": -1}', 0), lambda: None)
+    hooks.tell_written(told.append)
+    hooks.begin(1)
+    with pytest.raises(RuntimeError, match="fails at forward"):
+        hooks.layer_end(0)
+    hooks.layer_end(1)
+    assert told == [0, 1]

@@ -361,6 +361,8 @@ def test_orders_without_sense_are_fatal() -> None:
             ({"backups": [Backup(1, ints([1]), ints([3]), True)]}, r"device pages \[1\]"),
             ({"backups": [Backup(1, ints([3]), ints([201]), True)]}, r"host pages \[201\]"),
             ({"backups": [Backup(1, ints([4, 6]), ints([2, 2]), True)]}, r"host pages \[2\] are written by more than one copy"),
+            ({"tail_copies": [TailCopy(200, 4, 2, from_host=True)]}, r"tail copy to page 4: host pages \[200\] are not in \[2, 200\)"),
+            ({"tail_copies": [TailCopy(200, 1, 2)]}, r"tail copy to page 1: device pages \[1\]"),
             ({"loads": [Load(1, ints([2]), ints([4]))], "tail_copies": [TailCopy(6, 4, 2)]}, r"device pages \[4\] are written by more")):
         step += 1
         with pytest.raises(CopyOrderError, match=message):

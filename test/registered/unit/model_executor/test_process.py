@@ -137,12 +137,12 @@ def test_an_injected_failure_is_reported(tmp_path: Path) -> None:
 TIER = {"enable_hierarchical_cache": True, "hicache_size": 0.01}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_prefix_comes_back_from_the_host_tier(tmp_path: Path, size: int) -> None:
-    ref = load_file(tiny("llama") / "ref.safetensors")
+@pytest.mark.parametrize(("family", "size"), [("llama", 1), ("glm_moe_dsa_share", 2)])
+def test_a_prefix_comes_back_from_the_host_tier(tmp_path: Path, family: str, size: int) -> None:
+    ref = load_file(tiny(family) / "ref.safetensors")
     prompt, want = ref["prompt.200"].tolist(), ref["greedy.200"].tolist()[:4]
     slow = '{"rank": 0, "point": "load", "sleep_ms": 20}'
-    with started(tmp_path, size, page_size=16, hold=slow, **TIER) as (ranks, processes):
+    with started(tmp_path, size, family=family, page_size=16, hold=slow, **TIER) as (ranks, processes):
         ready = ranks.start_up()
         assert {r.max_host_rows for r in ready} == {10**7 // ready[0].num_bytes_per_page}
         drive = PlanDriver(ranks.run, 16, size, 100, num_host_rows=100)
