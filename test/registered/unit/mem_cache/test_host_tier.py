@@ -1,106 +1,14 @@
 """The host tier's promises, one scenario each. Random sequences with contents are in test_kv_ledger_random."""
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from sglane.mem_cache.kv_ledger import HostOptions, KVLedger, LedgerError, Shortfall
+from kits.ledger_planner import Planner, host, key_of
+from sglane.mem_cache.kv_ledger import KVLedger, LedgerError, Shortfall
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.mem_cache.radix_key import bigram_key
 from sglane.utils import fallback
-from sglane.utils.page_span import check_copy_order
-
-
-def key_of(start, stop):
-    return np.arange(start, stop, dtype=np.int32)
-
-
-class Planner:
-    """A ledger and the least that a scheduler does with it. Copies end when end() is called."""
-
-    def __init__(self, num_pages, num_host_pages, cp_size=1, page_size=4, min_hits=1, **more):
-        self.layout = PageLayout(page_size, cp_size)
-        self.rows, self.host_rows = num_pages // cp_size + 1, num_host_pages // cp_size + 1
-        self.ledger = KVLedger(self.layout, self.rows, num_slots=4, host=HostOptions(self.host_rows, min_hits), **more)
-        self.step = 0
-        self.open = []  # (order, lane), in the order in which they were issued
-
-    def issue(self, loads=()):
-        """One plan with all copies that are due; its step does not retire."""
-        backups = self.ledger.take_backups()
-        self.step += 1
-        self.ledger.issued(self.step)
-        for order in [*backups, *loads]:
-            sides = (order.host_pages, order.device_pages) if order in loads else (order.device_pages, order.host_pages)
-            rows = (self.host_rows, self.rows) if order in loads else (self.rows, self.host_rows)
-            check_copy_order(*sides, cp_size=self.layout.cp_size, num_source_rows=rows[0], num_target_rows=rows[1])
-            self.open += [(order, lane) for lane in sorted(set(self.layout.lanes(order.device_pages).tolist()))]
-        self.ledger.audit()
-        return backups
-
-    def retire(self):
-        self.ledger.retired(self.step)
-        self.ledger.audit()
-
-    def end(self, index=None):
-        """All that is open, or the part `index` of it."""
-        for order, lane in list(self.open) if index is None else [self.open[index]]:
-            self.open.remove((order, lane))
-            self.ledger.ticket_ended(order.ticket, lane)
-            self.ledger.audit()
-
-    def admit(self, key, num_tokens=None):
-        holding = self.ledger.match(key, "", len(key) - 1)
-        found = SimpleNamespace(device=holding.num_cached_device, host=holding.num_cached_host)
-        answer = self.ledger.admit(holding, len(key) if num_tokens is None else num_tokens, np.zeros(self.layout.cp_size, np.int64))
-        self.ledger.audit()
-        return holding, answer, found
-
-    def compute(self, key, chunk=None):
-        """A request that computes `key` in chunks and ends; all copies end too. Returns what it found."""
-        holding, answer, found = self.admit(key, None if chunk is None else min(chunk, len(key)))
-        assert not isinstance(answer, Shortfall)
-        done = answer.num_cached_tokens if chunk is not None else len(key)
-        loads = [] if answer.load is None else [answer.load]
-        while True:
-            end = len(key) if chunk is None else min(done + chunk, len(key))
-            if end > len(holding.pages) * self.layout.page_size:
-                self.ledger.extend(holding, end, decode=False, lane_tokens=np.zeros(self.layout.cp_size, np.int64))
-            self.ledger.plan_backup(holding, key, end)
-            self.issue(loads)
-            self.ledger.publish(holding, key[:end])
-            self.retire()
-            loads, done = [], end
-            if end == len(key):
-                break
-        self.ledger.release(holding, key)
-        self.settle()
-        return found
-
-    def settle(self):
-        self.issue()
-        self.retire()
-        self.end()
-
-    def push_out(self, num_pages, start=10_000):
-        """Another prompt takes this many pages of the device; nothing of it stays."""
-        holding, answer, _ = self.admit(key_of(start, start + num_pages * self.layout.page_size))
-        assert not isinstance(answer, Shortfall), answer
-        self.ledger.release(holding, key_of(0, 0))
-        self.ledger.audit()
-
-    def finish(self):
-        """Everything has ended; all pages of both tiers are free after a flush."""
-        self.settle()
-        self.ledger.flush()
-        self.ledger.audit()
-        state = self.ledger.snapshot()
-        assert all(state[tier]["free"] == state[tier]["total"] for tier in ("device", "host")) and state["leases"] == 0
-
-
-def host(planner, name):
-    return sum(planner.ledger.snapshot()["host"][name])
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -439,4 +347,72 @@ def test_late_tickets_never_stop_progress():
         planner.issue([] if answer.load is None else [answer.load])
         planner.retire()
         planner.ledger.release(holding, key)
+    planner.finish()
+
+
+def test_host_pages_of_a_waiting_hit_are_not_evicted():
+    """Kind 16: the hit is leased at match; other prompts then want the host's room."""
+    planner = Planner(16, 8)
+    planner.compute(key_of(0, 33))
+    planner.push_out(16)
+    waiting = planner.ledger.match(key_of(0, 33), "", 32)
+    assert waiting.num_cached_host == 32
+    for start in (1000, 2000):
+        planner.compute(key_of(start, start + 20))
+        assert host(planner, "cached") == 8 and planner.ledger.hint(key_of(0, 33), "") == 32
+    planner.ledger.cancel(waiting)
+    planner.compute(key_of(3000, 3020))
+    assert planner.ledger.hint(key_of(0, 33), "") < 32
+    planner.finish()
+
+
+def test_the_first_rows_of_a_page_that_is_loading_are_copied_from_the_host():
+    planner = Planner(16, 32)
+    planner.compute(key_of(0, 33))
+    planner.push_out(16)
+    first, answer, _ = planner.admit(key_of(0, 33))
+    second, other, found = planner.admit(np.append(key_of(0, 18), key_of(70, 73)))
+    assert vars(found) == {"device": 16, "host": 2} and other.load is None
+    assert other.tail_copy.from_host and other.tail_copy.src_page == answer.load.host_pages[4]
+    planner.issue([answer.load])
+    planner.end()
+    third, other, found = planner.admit(np.append(key_of(0, 18), key_of(80, 83)))
+    assert vars(found) == {"device": 18, "host": 0} and not other.tail_copy.from_host and other.tail_copy.src_page == answer.load.device_pages[4]
+    planner.issue()
+    planner.retire()
+    for holding in (first, second, third):
+        planner.ledger.release(holding, key_of(0, 0))
+    planner.finish()
+
+
+def test_a_lease_far_below_the_device_part_pins_it():
+    """Kind 11: the last node on the device is neither the leased node nor its parent."""
+    planner = Planner(32, 64)
+    for length in (16, 32, 48):
+        planner.compute(np.append(key_of(0, length), key_of(500 + length, 505 + length)))
+    planner.compute(key_of(0, 57))
+    planner.push_out(28)
+    on_device = int(planner.ledger._tree.cached_counts().sum())
+    waiting = planner.ledger.match(key_of(0, 57), "", 56)
+    assert 0 < waiting.num_cached_device <= 16 and len(waiting.lease.path_from(waiting.lease.root)) > 3
+    planner.ledger.audit()
+    assert planner.ledger._tree.evictable_counts().sum() == on_device - waiting.num_cached_device // 4
+    planner.ledger.cancel(waiting)
+    planner.ledger.audit()
+    assert planner.ledger._tree.evictable_counts().sum() == on_device
+    planner.finish()
+
+
+def test_orders_say_whether_their_rows_are_of_earlier_steps():
+    planner = Planner(16, 32)
+    holding, _, _ = planner.admit(key_of(0, 13))
+    planner.ledger.plan_backup(holding, key_of(0, 13), 13)
+    (order,) = planner.issue()
+    assert not order.is_written and sorted(order.device_pages.tolist()) == sorted(holding.pages[:3].tolist())
+    planner.retire()
+    planner.ledger.release(holding, key_of(0, 13))
+    (order,) = planner.issue()
+    assert order.is_written and len(order.device_pages) == 1  # the tail
+    planner.end()
+    planner.retire()
     planner.finish()

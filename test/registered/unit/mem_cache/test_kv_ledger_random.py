@@ -159,8 +159,7 @@ def long_two_tiers(page_size, cp_size, bigram_keys, min_hits, num_ops):
     run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"], num_families=4)
     report = world.ledger.host_report()
     return Counter({
-        "waits": world.num_pending, "evictions": world.num_evicted, "host hits": world.num_host_hits, "tails from the host": world.num_host_tails,
-        "waits with parked pages": world.num_parked, "decodes that wait for a load": world.num_load_waits, **world.copies.seen,
+        "waits": world.num_pending, "evictions": world.num_evicted, **world.copies.seen,
         "backup_duplicates": report["backup_duplicates"], **report["dropped_tokens"], "load_tokens": report["load_tokens"],
     })
 
