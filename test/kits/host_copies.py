@@ -1,6 +1,7 @@
 """The copies between device and host of adverse executors: each page pair is copied at any moment between the issue of its plan and the end of
 its lane's part, and until then the target holds a marker.
 """
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +32,10 @@ class HostCopies:
         self.host = np.full((num_host_rows * self.layout.cp_size, self.layout.page_size), POISON, np.int64)
         self.open: list[Copy] = []
         self.plan_loads: list[LoadOrder] = []
-        self.seen = dict.fromkeys(("loads", "backups of rows being written", "backups of earlier rows", "late copies"), 0)
+        self.seen: Counter[str] = Counter()  # what has happened
 
     def plan_starts(self) -> list:
-        """Poison, then the plan's loads begin; returns the backups, which begin with backups_begin() when its rows are written."""
+        """Poison; returns the plan's backups: those of earlier rows begin at once, the others when its rows are written."""
         backups = self.ledger.take_backups()
         self.host[self.ledger.drain_reusable_host()] = POISON
         return backups

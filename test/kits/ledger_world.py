@@ -44,7 +44,6 @@ class Read:
 class LedgerWorld:
     def __init__(self, page_size, cp_size, num_rows, num_slots, prefix_cache=True, bigram_keys=False, host=None):
         self.layout = PageLayout(page_size, cp_size)
-        self.has_host = host is not None
         self.ledger = KVLedger(self.layout, num_rows, num_slots, prefix_cache, record_reusable=True, bigram_keys=bigram_keys, host=host)
         self.key = bigram_key if bigram_keys else token_key
         self.pool = np.full((num_rows * cp_size, page_size), POISON, np.int64)
@@ -55,8 +54,11 @@ class LedgerWorld:
         self.step = 0
         self.inserted = []  # (namespace, key) ever given to the tree
         self.ever_evicted = False
-        self.num_host_hits = self.num_host_tails = self.num_parked = self.num_load_waits = 0
         self.num_hits = self.num_copies = self.num_pending = self.num_evicted = self.num_changes = self.num_looked_ahead = 0
+
+    @property
+    def has_host(self):
+        return self.ledger._host is not None
 
     # the planner's verbs
 
@@ -71,7 +73,7 @@ class LedgerWorld:
             assert hint == best, f"hit {hint}, but {best} tokens were inserted"
         assert holding.num_cached_device + holding.num_cached_host == hint
         assert self.has_host or holding.num_cached_host == 0
-        self.num_host_hits += holding.num_cached_host > 0
+        self.copies.seen["host hits"] += holding.num_cached_host > 0
         self.num_hits += hint > 0
         self.matched.append(Request(namespace, tokens, self.key(tokens), num_prompt, holding))
 
@@ -102,7 +104,7 @@ class LedgerWorld:
             self.copies.plan_loads.append(answer.load)
         if answer.tail_copy is not None:
             source, target, num_rows, from_host = answer.tail_copy
-            self.num_host_tails += from_host
+            self.copies.seen["tails from the host"] += from_host
             assert self.layout.lane(source) == self.layout.lane(target) and 0 < num_rows < self.layout.page_size
             assert answer.pages[holding.num_cached_tokens // self.layout.page_size] == target
             self.plan_copies.append((request, answer.tail_copy))
@@ -120,7 +122,7 @@ class LedgerWorld:
             return
         decode = request.num_issued >= request.num_prompt
         if decode and self.ledger.pending_load(request.holding):
-            self.num_load_waits += 1
+            self.copies.seen["decodes that wait for a load"] += 1
             return
         limit = len(request.contents) if decode else request.num_prompt
         num_tokens = min(request.num_issued + (1 if decode else num_new_tokens), limit)
@@ -182,10 +184,11 @@ class LedgerWorld:
         for _, (source, target, num_rows, from_host) in self.plan_copies:
             self.pool[target, :num_rows] = (self.copies.host if from_host else self.pool)[source, :num_rows]
         self.copies.loads_begin()
+        self.copies.backups_begin([order for order in backups if order.is_written])
         for request in self.plan_entries:
             self.write(request, request.num_issued, request.planned)
             request.num_issued, request.planned, request.last_step = request.planned, 0, self.step
-        self.copies.backups_begin(backups)
+        self.copies.backups_begin([order for order in backups if not order.is_written])
         self.copies.wait_for(max([self.ledger.pending_load(request.holding) for request in self.plan_entries], default=0))
         reads = [Read(request, np.array(request.row), request.num_issued) for request in self.plan_entries]
         for read in reads:
@@ -290,7 +293,7 @@ class LedgerWorld:
             self.num_pending += 1
             tickets = sum(after["device"]["tickets"])
             assert tickets > 0 or self.ledger._tree.loads(), "told to wait, but nothing will become reusable"
-            self.num_parked += int(self.ledger._allocator.is_parked(np.arange(len(self.pool))).sum())
+            self.copies.seen["waits with parked pages"] += int(self.ledger._allocator.is_parked(np.arange(len(self.pool))).sum())
             assert num_pages <= total - num_unreachable
             self.note_eviction(before)
         else:

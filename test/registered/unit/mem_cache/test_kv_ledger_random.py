@@ -1,4 +1,6 @@
 """The whole ledger under random operation sequences, audited after each, against the contents of pages (kits.ledger_world)."""
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,8 @@ OPS = (
 )
 
 
-def run(world, ops):
-    """Each op is (name, seed); names that make no sense at the moment do nothing."""
+def run(world, ops, num_families=1):
+    """Each op is (name, seed); names that make no sense at the moment do nothing. num_families: of prompts that have nothing in common."""
     for name, seed in ops:
         rng = np.random.default_rng(seed)
 
@@ -28,7 +30,8 @@ def run(world, ops):
             tokens = (np.arange(60 + num_prompt) % 7).astype(np.int32)
             changed = rng.integers(0, len(tokens), 2)
             tokens[changed[rng.random(2) < 0.5]] = 9
-            world.match(tokens, num_prompt, "" if rng.random() < 0.8 else "other")
+            namespace = "" if rng.random() < 0.8 else "other"
+            world.match(tokens + np.int32(100 * rng.integers(num_families)), num_prompt, namespace)
         elif name == "issue":
             world.issue()
         elif name == "retire":
@@ -136,24 +139,51 @@ def test_long_runs_meet_every_case(page_size, cp_size, bigram_keys):
     assert all(seen.values()), seen
 
 
-@settings(max_examples=150)
-@given(geometries, st.integers(3, 8), st.integers(2, 12), st.integers(1, 3), st.booleans(), host_op_lists)
-def test_two_tiers(geometry, num_rows, num_host_rows, min_hits, bigram_keys, ops):
+def two_tiers(geometry, num_rows, num_host_rows, min_hits, bigram_keys, ops):
     page_size, cp_size = geometry
-    host = HostOptions(num_host_rows, min_hits)
-    run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4, bigram_keys=bigram_keys, host=host), ops)
+    host = HostOptions(num_host_rows + 12 // page_size, min_hits)
+    run(LedgerWorld(page_size, cp_size, num_rows + 12 // page_size, num_slots=4, bigram_keys=bigram_keys, host=host), ops, num_families=3)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("bigram_keys", [False, True])
-@pytest.mark.parametrize("min_hits", [1, 2])
-def test_long_runs_meet_every_case_of_two_tiers(page_size, cp_size, bigram_keys, min_hits):
+two_tier_cases = given(geometries, st.integers(3, 8), st.integers(2, 12), st.integers(1, 2), st.booleans(), host_op_lists)
+test_two_tiers = settings(max_examples=60)(two_tier_cases(two_tiers))
+test_two_tiers_at_length = pytest.mark.slow(settings(max_examples=3000)(two_tier_cases(two_tiers)))
+
+
+def long_two_tiers(page_size, cp_size, bigram_keys, min_hits, num_ops):
+    """Returns what happened in one long fixed run."""
     rng = np.random.default_rng(page_size * 10 + cp_size)
     num_rows = 2 + max(24 // (page_size * cp_size), 14 // cp_size)
     world = LedgerWorld(page_size, cp_size, num_rows, num_slots=5, bigram_keys=bigram_keys, host=HostOptions(num_rows * 3 // 2, min_hits))
-    names = [HOST_OPS[index] for index in rng.integers(0, len(HOST_OPS), 900)]
-    run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"])
-    seen = {"hits": world.num_hits, "copies": world.num_copies, "waits": world.num_pending, "evictions": world.num_evicted,
-            "host hits": world.num_host_hits, "host tails": world.num_host_tails, **world.copies.seen}
-    print(page_size, cp_size, bigram_keys, min_hits, seen, world.num_parked, world.num_load_waits, world.num_changes, world.ledger.host_report())
+    names = [HOST_OPS[index] for index in rng.integers(0, len(HOST_OPS), num_ops)]
+    run(world, [(name, int(rng.integers(2**32))) for name in names if name != "flush"], num_families=4)
+    report = world.ledger.host_report()
+    return Counter({
+        "waits": world.num_pending, "evictions": world.num_evicted, **world.copies.seen,
+        "backup_duplicates": report["backup_duplicates"], **report["dropped_tokens"], "load_tokens": report["load_tokens"],
+    })
+
+
+def test_long_runs_meet_every_case_of_two_tiers():
+    seen = Counter()
+    for page_size, cp_size, bigram_keys in ((1, 1, False), (1, 2, True), (4, 1, False), (4, 4, False), (16, 2, True)):
+        seen += long_two_tiers(page_size, cp_size, bigram_keys, 1, 900)
+    expected = {"waits", "evictions", "host hits", "tails from the host", "waits with parked pages", "decodes that wait for a load", "loads",
+                "backups of rows being written", "backups of earlier rows", "late copies", "backup_duplicates", "evicted_before_end", "host_evicted",
+                "load_tokens"}
+    assert expected <= set(seen), f"not met: {expected - set(seen)}"
+
+
+def test_pages_that_are_hit_are_backed_up_where_only_those_are():
+    seen = long_two_tiers(4, 1, False, 2, 700)
+    assert seen["backups of earlier rows"] and seen["loads"] and not seen["backups of rows being written"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("bigram_keys", [False, True])
+@pytest.mark.parametrize("min_hits", [1, 2])
+def test_longer_runs_over_two_tiers(page_size, cp_size, bigram_keys, min_hits):
+    seen = long_two_tiers(page_size, cp_size, bigram_keys, min_hits, 3000)
+    assert seen["evictions"] and seen["backups of earlier rows"]
