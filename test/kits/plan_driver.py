@@ -1,11 +1,11 @@
 """Plans made by hand for executor tests: random pages, any chunking, no scheduler."""
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kits.thread_ranks import ThreadGroup
+from kits.thread_ranks import ThreadGroup, map_pools
+from kits.ticket_box import TicketBox
 from sglane import environ
 from sglane.model_executor.executor import Executor
 from sglane.plan.io_struct import SamplingParams
@@ -20,7 +20,6 @@ from sglane.plan.step_plan import (
     StepPlan,
     StepResult,
     TailCopy,
-    TicketEnded,
 )
 from sglane.server_args import ServerArgs
 
@@ -36,33 +35,6 @@ def ints(values: object) -> bytes:
 
 def greedy(max_new_tokens: int = 1 << 20, **fields: object) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **fields)
-
-
-class TicketBox:
-    """What the ranks' copying threads told."""
-
-    def __init__(self) -> None:
-        self.ends: list[TicketEnded] = []
-        self._changed = threading.Condition()
-
-    def send(self, message: TicketEnded) -> None:
-        with self._changed:
-            self.ends.append(message)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        pass
-
-    def wait(self, ticket: int, lanes: set[int]) -> None:
-        """Until these lanes, and no others, have ended their parts."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.lanes(ticket) >= lanes, 30), f"ticket {ticket} ended in {self.lanes(ticket)}, not in {lanes}"
-        assert self.lanes(ticket) == lanes
-
-    def lanes(self, ticket: int) -> set[int]:
-        found = [end.rank for end in self.ends if end.ticket == ticket]
-        assert len(found) == len(set(found)), f"a lane has ended ticket {ticket} twice"
-        return set(found)
 
 
 class LocalRanks:
@@ -96,9 +68,7 @@ def start_ranks(config: object, models: Sequence[object], page_size: int, num_ro
         executor.use_reporter(lambda: box)
         executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES, num_host_rows))
     if mapped:
-        for executor in executors:
-            executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
-            executor._runner._prefetch_thread = None  # as when they are mapped from the start
+        map_pools(executors)
     return LocalRanks(executors, group, box)
 
 

@@ -1,5 +1,4 @@
 """The in-process engine over real weights: a tiny checkpoint, one rank or several ranks as threads."""
-import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,8 @@ import numpy as np
 import torch
 
 from kits.engine import Engine
-from kits.thread_ranks import ThreadGroup
+from kits.thread_ranks import ThreadGroup, map_pools
+from kits.ticket_box import TicketBox
 from sglane.configs.model_config import load_model_config
 from sglane.layers.moe.shard import ExpertShard
 from sglane.mem_cache.kv_ledger import HostOptions
@@ -16,7 +16,7 @@ from sglane.mem_cache.page_layout import PageLayout
 from sglane.model_executor.executor import Executor, Grammars
 from sglane.model_executor.loader import load_model
 from sglane.models.causal_lm import CausalLM
-from sglane.plan.step_plan import PoolInit, StepPlan, StepResult, TicketEnded
+from sglane.plan.step_plan import PoolInit, StepPlan, StepResult
 from sglane.server_args import ServerArgs
 
 
@@ -41,28 +41,6 @@ class ThreadRanks:
         return self._group.run(lambda rank: self._executors[rank].run(plan))
 
 
-class RealCopies:
-    """What the copy threads of all ranks say. A rank's TicketReporter, and the engine's EndsTickets."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[TicketEnded] = queue.SimpleQueue()
-
-    def send(self, message: TicketEnded) -> None:
-        self._queue.put(message)
-
-    def close(self) -> None:
-        pass
-
-    def ended(self) -> list[TicketEnded]:
-        found = []
-        try:
-            found.append(self._queue.get(timeout=0.001))
-            while True:
-                found.append(self._queue.get_nowait())
-        except queue.Empty:
-            return found
-
-
 class TinyModel:
     """A loaded checkpoint that many engines share; with several ranks, each has its own share of the experts."""
 
@@ -80,7 +58,7 @@ class TinyModel:
         executor = Executor(self.config, self.weights, self._args(page_size, 1, scratch_tokens), tap=tap)
         if grammars is not None:
             executor.use_grammars(grammars)
-        copies = self._init(executor, PoolInit(num_pages + 1, num_slots, num_pages, host.num_rows if host else 0), RealCopies())
+        copies = self._init(executor, PoolInit(num_pages + 1, num_slots, num_pages, host.num_rows if host else 0), TicketBox())
         return Engine(OneRank(executor), PageLayout(page_size, 1), num_pages + 1, num_slots, chunk, overlap, host=host, copies=copies, **limits)
 
     def ranks(self, cp_size: int, *, page_size: int = 4, chunk: int = 8, num_pages: int = 128, num_slots: int = 8, overlap: bool = True,
@@ -88,7 +66,7 @@ class TinyModel:
         """The same over `cp_size` lanes; num_pages counts all lanes. make_grammars: called once for each rank. mapped: ranks read the pools of
         all lanes in place."""
         num_rows = num_pages // cp_size + 1
-        host, copies = host_options(limits, cp_size), RealCopies()
+        host, copies = host_options(limits, cp_size), TicketBox()
         group, executors = ThreadGroup(cp_size), []
         weights = self.shards(cp_size)
         for rank in range(cp_size):
@@ -98,12 +76,11 @@ class TinyModel:
             self._init(executor, PoolInit(num_rows, num_slots, num_pages, host.num_rows if host else 0), copies)
             executors.append(executor)
         if mapped:
-            for executor in executors:
-                executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
+            map_pools(executors)
         return Engine(ThreadRanks(executors, group), PageLayout(page_size, cp_size), num_rows, num_slots, chunk, overlap, host=host, copies=copies,
                       **limits)
 
-    def _init(self, executor: Executor, init: PoolInit, copies: RealCopies) -> RealCopies:
+    def _init(self, executor: Executor, init: PoolInit, copies: TicketBox) -> TicketBox:
         executor.use_reporter(lambda: copies)
         executor.init_pool(init)
         return copies

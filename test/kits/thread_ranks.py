@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglane.distributed.groups import PURPOSES, Groups
+from sglane.model_executor.executor import Executor
 
 Result = TypeVar("Result")
 
@@ -82,3 +83,10 @@ class ThreadGroup:
             if not done:
                 for barrier in self._barriers:  # so that the others end too
                     barrier.abort()
+
+
+def map_pools(executors: list[Executor]) -> None:
+    """The ranks read the pools of all lanes in place, as they do where these lie in shared memory."""
+    for executor in executors:
+        executor._pool.lanes = {name: [other._pool.planes[name] for other in executors] for name in executor._pool.planes}
+        executor._runner._prefetch_thread = None  # mapped pages are not fetched ahead

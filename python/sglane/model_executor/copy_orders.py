@@ -1,9 +1,10 @@
 """What a plan's copies between device and host must fulfil; checked in debug mode, before anything is copied."""
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sglane.plan.step_plan import StepPlan
+from sglane.utils.page_span import check_copy_order
 
 
 class CopyOrderError(AssertionError):
@@ -15,36 +16,30 @@ def check_copies(plan: StepPlan, cp_size: int, num_rows: int, num_host_rows: int
 
     Raises CopyOrderError.
     """
-    loads = [(f"step {plan.step}: load {load.ticket}", *_pages(load.host_pages, load.device_pages)) for load in plan.loads]
-    backups = [(f"step {plan.step}: backup {backup.ticket}", *_pages(backup.host_pages, backup.device_pages)) for backup in plan.backups]
-    for what, host, device in loads + backups:
-        if len(host) != len(device):
-            raise CopyOrderError(f"{what} has {len(host)} host pages for {len(device)} device pages")
-        _check_range(what, "host", host, cp_size, num_host_rows)
-        _check_range(what, "device", device, cp_size, num_rows)
-        apart = host % cp_size != device % cp_size
-        if apart.any():
-            raise CopyOrderError(f"{what} is between lanes: host pages {host[apart].tolist()}, device pages {device[apart].tolist()}")
+    written_device, written_host = [], []
+    for what, sources, targets, from_host, to_host in _copies(plan):
+        try:
+            check_copy_order(sources, targets, cp_size=cp_size, num_source_rows=num_host_rows if from_host else num_rows,
+                             num_target_rows=num_host_rows if to_host else num_rows)
+        except ValueError as error:
+            raise CopyOrderError(f"step {plan.step}: {what}: {error}") from error
+        (written_host if to_host else written_device).append(targets)
+    _check_distinct(plan.step, "device", written_device)
+    _check_distinct(plan.step, "host", written_host)
+
+
+def _copies(plan: StepPlan) -> Iterator[tuple[str, np.ndarray, np.ndarray, bool, bool]]:
+    """(name, source pages, target pages, from the host, to the host)"""
+    for load in plan.loads:
+        yield f"load {load.ticket}", np.frombuffer(load.host_pages, np.int32), np.frombuffer(load.device_pages, np.int32), True, False
+    for backup in plan.backups:
+        yield f"backup {backup.ticket}", np.frombuffer(backup.device_pages, np.int32), np.frombuffer(backup.host_pages, np.int32), False, True
     for copy in plan.tail_copies:
-        what, num_source_rows = f"step {plan.step}: tail copy to page {copy.dst_page}", num_host_rows if copy.from_host else num_rows
-        _check_range(what, "host" if copy.from_host else "device", np.array([copy.src_page]), cp_size, num_source_rows)
-        _check_range(what, "device", np.array([copy.dst_page]), cp_size, num_rows)
-    tails = [copy.dst_page for copy in plan.tail_copies]
-    _check_distinct(f"step {plan.step}", "device", [*(device for _, _, device in loads), np.array(tails, np.int32)])
-    _check_distinct(f"step {plan.step}", "host", [host for _, host, _ in backups])
+        source, target = np.array([copy.src_page], np.int32), np.array([copy.dst_page], np.int32)
+        yield f"tail copy to page {copy.dst_page}", source, target, copy.from_host, False
 
 
-def _pages(host: bytes, device: bytes) -> tuple[np.ndarray, np.ndarray]:
-    return np.frombuffer(host, np.int32), np.frombuffer(device, np.int32)
-
-
-def _check_range(what: str, side: str, pages: np.ndarray, cp_size: int, num_rows: int) -> None:
-    wrong = (pages < cp_size) | (pages >= num_rows * cp_size)  # pages below cp_size are the lanes' sinks
-    if wrong.any():
-        raise CopyOrderError(f"{what}: {side} pages {pages[wrong].tolist()} are not in [{cp_size}, {num_rows * cp_size})")
-
-
-def _check_distinct(what: str, side: str, written: Sequence[np.ndarray]) -> None:
+def _check_distinct(step: int, side: str, written: Sequence[np.ndarray]) -> None:
     pages, counts = np.unique(np.concatenate([np.zeros(0, np.int32), *written]), return_counts=True)
     if (counts > 1).any():
-        raise CopyOrderError(f"{what}: {side} pages {pages[counts > 1].tolist()} are written by more than one copy")
+        raise CopyOrderError(f"step {step}: {side} pages {pages[counts > 1].tolist()} are written by more than one copy")
