@@ -319,7 +319,7 @@ class KVLedger:
         """If the pages of the hit's own lanes cannot be had, but the same number in other lanes could: cut the hit. num_pages: all new ones."""
         fixed_lanes = self._fixed_lanes(holding)
         ended: list[Node] = []
-        if not self._fits(fixed_lanes, num_pages, ended) and holding.source is not None:
+        if holding.source is not None and not self._fits(fixed_lanes, num_pages, ended):
             ended = [holding.source.node]
             fixed_lanes = fixed_lanes[:-1]
             if self._fits(fixed_lanes, num_pages, ended):
