@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 
-from kits.checkpoints import tiny
 from kits.real_engine import TinyModel, full_logprobs, reported_logprobs
+from kits.slim_checkpoint import slim
 from sglane.layers.attention.keys import ExtendKeys
 
 PAGE_SIZE = 64
@@ -35,8 +35,8 @@ def run(model, prompt, cp_size, scratch_tokens, chunk, monkeypatch):
     (3000, 512, 500), pytest.param(NUM_TOKENS, 16384, 8192, marks=pytest.mark.slow),
 ])
 @pytest.mark.parametrize(("family", "cp_size"), [("llama", 1), ("glm_moe_dsa_share", 2)])
-def test_a_long_prompt_is_streamed_in_tiles(family, cp_size, num_tokens, scratch_tokens, chunk, monkeypatch):
-    model = TinyModel(tiny(family))
+def test_a_long_prompt_is_streamed_in_tiles(family, cp_size, num_tokens, scratch_tokens, chunk, monkeypatch, tmp_path):
+    model = TinyModel(slim(family, tmp_path))
     prompt = np.random.default_rng(5).integers(2, model.config.vocab_size, num_tokens)
     whole, logprobs, most = run(model, prompt, cp_size, 1 << 20, chunk, monkeypatch)
     tiled, found, bounded = run(model, prompt, cp_size, scratch_tokens, chunk, monkeypatch)
