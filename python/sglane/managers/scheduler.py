@@ -240,8 +240,8 @@ class Scheduler:
         builder = StepBuilder(self._next_step, self._layout, any(request.can_continue() for request in self._running.values()))
         if not self._paused:
             self._plan_requests(builder)
-        self._carry.add_poison(self.ledger.drain_reusable(), self.ledger.drain_reusable_host())
         self._carry.add_backups(self.ledger.take_backups())
+        self._carry.add_poison(self.ledger.drain_reusable(), self.ledger.drain_reusable_host())
         if builder.is_empty() and not self._carry.backups:
             return None
         plan = builder.build(self._carry)

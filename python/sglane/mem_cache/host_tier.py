@@ -122,6 +122,12 @@ class HostTier:
         """The open ones (for audits)."""
         return self._tickets
 
+    def records(self, node: Node, hashes: list[bytes]) -> dict[bytes, int]:
+        """hashes: names of the whole pages of the path to `node`, and perhaps more. Returns the host pages of those that have one."""
+        device_pages, host_pages = node.path_pages(node.root)
+        twins = np.where(self.residency.is_ready(device_pages), self.residency.copy[device_pages], 0)
+        return {name: page for name, page in zip(hashes, [*twins.tolist(), *host_pages.tolist()]) if page}
+
     def report(self) -> dict[str, object]:
         size = self.layout.page_size
         dropped = {

@@ -13,6 +13,7 @@ from sglane.mem_cache.host_tier import HostTier
 from sglane.mem_cache.lane_allocator import LaneAllocator
 from sglane.mem_cache.ledger_audit import audit_ledger
 from sglane.mem_cache.owner_policy import decode_owner, prefill_owners
+from sglane.mem_cache.page_hash import page_hashes
 from sglane.mem_cache.page_layout import NO_PAGES, Demand, HostOptions, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
 from sglane.mem_cache.page_supply import PageSupply
 from sglane.mem_cache.radix_cache import RadixCache
@@ -274,6 +275,15 @@ class KVLedger:
         dropped = dict.fromkeys(("no_room", "evicted_before_end", "host_evicted"), 0)
         names = ("backup_tokens", "load_tokens", "backup_duplicates", "open_tickets", "hits_device_tokens", "hits_host_tokens")
         return {**dict.fromkeys(names, 0), "dropped_tokens": dropped}
+
+    def host_records(self, key: RadixKey, namespace: str) -> dict[bytes, int]:
+        """The records of the whole pages of `key` by their content: name (see page_hashes) -> host page, READY ones only. For a tier below."""
+        if self._host is None:
+            return {}
+        holding = self.match(key, namespace, len(key))
+        found = self._host.records(holding.lease, page_hashes(key, namespace, self.layout))
+        self.cancel(holding)
+        return found
 
     def snapshot(self) -> dict[str, object]:
         """Counts for /server_info and metrics."""

@@ -6,6 +6,7 @@ import pytest
 
 from kits.ledger_planner import Planner, host, key_of
 from sglane.mem_cache.kv_ledger import KVLedger, LedgerError, Shortfall
+from sglane.mem_cache.page_hash import page_hashes
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.mem_cache.radix_key import bigram_key
 from sglane.utils import fallback
@@ -14,7 +15,7 @@ from sglane.utils import fallback
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("bigram_keys", [False, True])
 def test_what_leaves_the_device_is_found_on_the_host(cp_size, bigram_keys):
-    """Kinds 22, 32: a device miss and a host hit, loaded into pages of the same lanes in the same order."""
+    """A device miss and a host hit, loaded into pages of the same lanes in the same order."""
     planner = Planner(16, 32, cp_size, bigram_keys=bigram_keys)
     key = bigram_key(key_of(0, 42)) if bigram_keys else key_of(0, 41)
     assert vars(planner.compute(key)) == {"device": 0, "host": 0}
@@ -37,13 +38,27 @@ def test_what_leaves_the_device_is_found_on_the_host(cp_size, bigram_keys):
 
 @pytest.mark.parametrize("chunk", [4, 6, 8, 40, 100])
 def test_a_prompt_in_many_chunks_is_on_the_host_completely(chunk):
-    """Kind 19."""
+    """Every completed page is backed up once, in however many chunks it came."""
     planner = Planner(16, 32)
     planner.compute(key_of(0, 41), chunk)
     assert host(planner, "cached") == 11  # the tail as a whole page too
     assert planner.ledger.host_report()["backup_tokens"] == 44 and planner.ledger.host_report()["backup_duplicates"] == 0
     planner.push_out(16)
     assert vars(planner.compute(key_of(0, 41))) == {"device": 0, "host": 40}
+    planner.finish()
+
+
+def test_records_are_found_by_what_they_hold():
+    """As twins, and when the device has lost its pages; a page that is not backed up yet has no record."""
+    planner = Planner(16, 32)
+    key = key_of(0, 42)
+    planner.compute(key)
+    names = page_hashes(key, "", planner.layout)
+    records = planner.ledger.host_records(key, "")
+    assert list(records) == names and len(set(records.values())) == 10
+    planner.push_out(16)
+    assert planner.ledger.host_records(np.concatenate([key[:20], key_of(500, 520)]), "") == {name: records[name] for name in names[:5]}
+    assert planner.ledger.host_records(key, "other") == {}
     planner.finish()
 
 
@@ -89,7 +104,7 @@ def test_of_two_copies_one_is_given_up_and_counted(ended_before):
 
 
 def test_a_copy_is_found_only_when_all_lanes_have_ended():
-    """Kinds 17, 31: lanes end in any order, and each counts."""
+    """Lanes end in any order, and each counts."""
     for order in itertools.permutations(range(4)):
         planner = Planner(16, 16, cp_size=4)
         holding, _, _ = planner.admit(key_of(0, 17))
@@ -148,7 +163,7 @@ def test_evicted_before_its_backup_has_ended():
 @pytest.mark.parametrize("order", list(itertools.permutations(("release", "retire", "backup"))))
 @pytest.mark.parametrize("second", [False, True])
 def test_evicting_all_empties_the_device_in_every_order_of_ends(order, second):
-    """Kind 11: leases of requests, and tickets of backups, end in any order."""
+    """Leases of requests, and tickets of backups, end in any order."""
     planner = Planner(16, 16, cp_size=2)
     key = key_of(0, 31)
     holding, _, _ = planner.admit(key)
@@ -171,7 +186,7 @@ def test_evicting_all_empties_the_device_in_every_order_of_ends(order, second):
 
 
 def test_the_source_of_a_load_stays_while_room_is_made():
-    """Kinds 13, 16: device and host are full, and the load itself has to evict."""
+    """Device and host are full, and the load itself has to evict."""
     planner = Planner(16, 24)
     prompts = [key_of(start, start + 41) for start in (0, 1000, 2000)]
     for number in range(40):
@@ -184,7 +199,7 @@ def test_the_source_of_a_load_stays_while_room_is_made():
 
 
 def test_host_room_is_made_by_twins_of_device_pages():
-    """Kind 13: all pages on both tiers, host as large as the device; one more prompt is backed up."""
+    """All pages on both tiers, host as large as the device; one more prompt is backed up."""
     planner = Planner(16, 16)
     for start in (0, 1000, 2000, 3000):
         planner.compute(key_of(start, start + 16))
@@ -212,7 +227,7 @@ def test_no_room_on_the_host_is_counted_and_the_first_pages_go_first():
 
 
 def test_a_lane_that_cannot_take_a_load_cuts_the_hit_to_its_device_part():
-    """Kind 15: pages enough in all, none in the lane of a page that is to be loaded."""
+    """Pages enough in all, none in the lane of a page that is to be loaded."""
     planner = Planner(16, 32, cp_size=2)
     planner.compute(key_of(0, 17))
     planner.push_out(16)
@@ -264,7 +279,7 @@ def test_a_second_hit_finds_loading_pages_and_an_abort_does_not_end_the_load():
 @pytest.mark.parametrize("num_stored", range(1, 14))
 @pytest.mark.parametrize("suffix", [1, 3, 5])
 def test_every_split_of_a_prefix_between_the_tiers(num_stored, suffix):
-    """Kind 21: stored length, and device part of any length; whole pages are loaded from where the device part ends, the rest is copied."""
+    """Stored length, and device part of any length; whole pages are loaded from where the device part ends, the rest is copied."""
     for num_evicted in range(planner_pages(num_stored) + 1):
         planner = Planner(12, 24)
         planner.compute(key_of(0, num_stored))
@@ -320,7 +335,7 @@ def test_only_what_was_hit_often_enough_is_backed_up():
 
 
 def test_a_demand_for_the_gap_evicts_the_gap():
-    """Kind 12, with demotion: what is evicted is still found."""
+    """With demotion: what is evicted is still found."""
     planner = Planner(64, 64)
     planner.compute(key_of(0, 40))
     planner.compute(key_of(1000, 1120))
@@ -351,7 +366,7 @@ def test_late_tickets_never_stop_progress():
 
 
 def test_host_pages_of_a_waiting_hit_are_not_evicted():
-    """Kind 16: the hit is leased at match; other prompts then want the host's room."""
+    """The hit is leased at match; other prompts then want the host's room."""
     planner = Planner(16, 8)
     planner.compute(key_of(0, 33))
     planner.push_out(16)
@@ -386,7 +401,7 @@ def test_the_first_rows_of_a_page_that_is_loading_are_copied_from_the_host():
 
 
 def test_a_lease_far_below_the_device_part_pins_it():
-    """Kind 11: the last node on the device is neither the leased node nor its parent."""
+    """The last node on the device is neither the leased node nor its parent."""
     planner = Planner(32, 64)
     for length in (16, 32, 48):
         planner.compute(np.append(key_of(0, length), key_of(500 + length, 505 + length)))

@@ -357,11 +357,11 @@ def test_orders_without_sense_are_fatal() -> None:
     for wrong, message in (
             ({"loads": [Load(1, ints([2]), ints([3]))]}, "entry 0 .3.: the target is not in the lane of the source"),
             ({"loads": [Load(1, ints([2, 4]), ints([4]))]}, r"load 1: a copy order has pages \[2\] and \[1\]"),
-            ({"loads": [Load(1, ints([0]), ints([2]))]}, r"entry 0 .0.: the source is a sink row or outside of 100 x 2"),
+            ({"loads": [Load(1, ints([0]), ints([2]))]}, r"entry 0 .0.: the source is a sink row"),
             ({"backups": [Backup(1, ints([1]), ints([3]), True)]}, r"backup 1: entry 0 .1.: the source is a sink row"),
             ({"backups": [Backup(1, ints([3]), ints([201]), True)]}, r"entry 0 .201.: the target is a sink row or outside of 100 x 2"),
             ({"backups": [Backup(1, ints([4, 6]), ints([2, 2]), True)]}, r"entry 0 .2.: the target is named twice"),
-            ({"tail_copies": [TailCopy(200, 4, 2, from_host=True)]}, r"tail copy to page 4: entry 0 .200.: the source is a sink row or outside of 100 x 2"),
+            ({"tail_copies": [TailCopy(200, 4, 2, from_host=True)]}, r"to page 4: entry 0 .200.: the source is a sink row"),
             ({"tail_copies": [TailCopy(200, 1, 2)]}, r"tail copy to page 1: entry 0 .1.: the target is a sink row"),
             ({"loads": [Load(1, ints([2]), ints([4]))], "tail_copies": [TailCopy(6, 4, 2)]}, r"device pages \[4\] are written by more")):
         step += 1
