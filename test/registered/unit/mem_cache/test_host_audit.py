@@ -68,8 +68,8 @@ def unlink_node(ledger):
 
 @pytest.mark.parametrize(("damage", "message"), [
     (forget_twin, "host pages|twin"), (share_host_page, "more than one class"), (lose_owner, "owned by|cached host pages"),
-    (lose_host_leaf, "host leaves"), (miscount, "children with such"), (forget_load, "load tickets by page"), (forget_load_lease, "leases"), (forget_ticket, "no ticket"),
-    (unlink_node, "nodes are"),
+    (lose_host_leaf, "host leaves"), (miscount, "children with such"), (forget_load, "load tickets by page"),
+    (forget_load_lease, "leases"), (forget_ticket, "no ticket"), (unlink_node, "nodes are"),
 ])
 def test_the_audit_names_what_is_wrong(damage, message):
     planner = with_both_tiers()
