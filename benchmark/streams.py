@@ -35,11 +35,13 @@ class Stream:
         return self.events[0][0]
 
 
-async def stream(url: str, body: dict[str, object], started_s: float) -> Stream:
-    """POST and read server-sent events. Raises RuntimeError on any status but 200."""
+async def stream(url: str, payload: bytes, start: asyncio.Barrier) -> Stream:
+    """POST a JSON body and read server-sent events. start: passed when all connections are there; then the clock runs. Raises RuntimeError on any
+    status but 200."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, limit=1 << 24)
-    payload = json.dumps(body).encode()
+    await start.wait()
+    started_s = time.perf_counter()
     writer.write(f"POST {parts.path} HTTP/1.1\r\nHost: {parts.hostname}\r\nContent-Type: application/json\r\n"
                  f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
     status = await reader.readline()
@@ -56,10 +58,11 @@ async def stream(url: str, body: dict[str, object], started_s: float) -> Stream:
 
 def run_streams(url: str, bodies: list[dict[str, object]]) -> list[Stream]:
     """All requests at once."""
+    payloads = [json.dumps(body).encode() for body in bodies]
 
     async def every() -> list[Stream]:
-        started_s = time.perf_counter()
-        return list(await asyncio.gather(*(stream(url, body, started_s) for body in bodies)))
+        start = asyncio.Barrier(len(bodies))
+        return list(await asyncio.gather(*(stream(url, payload, start) for payload in payloads)))
 
     return asyncio.run(every())
 

@@ -106,7 +106,7 @@ def test_a_grammar_library_that_is_not_installed(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [
-    ["--no-such-flag"], ["--cp-size", "2"], ["--page-size", "many"], ["--dtype", "int3"], ["--enable-hierarchical-cache"],
+    ["--no-such-flag"], ["--cp-size", "2"], ["--page-size", "many"], ["--dtype", "int3"], ["--disaggregation-mode", "prefill"],
 ])
 def test_the_command_line_ends_with_code_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
