@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sglane.forward.layer_hooks import OPEN_GATE, Holds, LayerGate
+from sglane.forward.worker_thread import use_one_compute_thread
 from sglane.model_executor.copy_jobs import CopyJob, CopyLayout, own_rows
 from sglane.model_executor.host_pool import HostPool
 from sglane.model_executor.kv_pool import KVPool
@@ -67,7 +68,7 @@ class HostStream:
     to wait for that lock, page by page, while another thread computes."""
 
     def begin(self) -> None:
-        torch.set_num_threads(1)  # one core copies as fast as memory allows; the others are the model's
+        use_one_compute_thread()  # one core copies as fast as memory allows; the others are the model's
 
     def computed(self) -> Mark:
         return None
@@ -132,8 +133,7 @@ class Worker:
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(open_reporter,), name=name, daemon=True)
         self._thread.start()
-        # The number of compute threads that some libraries keep is the whole process's: the worker's is set before the rank's own is.
-        self._begun.wait()
+        self._begun.wait()  # the worker sets its number of compute threads before the rank sets its own
 
     def submit(self, job: CopyJob) -> None:
         self._queue.put(job)

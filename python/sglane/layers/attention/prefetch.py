@@ -9,6 +9,7 @@ import torch
 
 from sglane import environ
 from sglane.forward.layer_hooks import OPEN_GATE, LayerGate
+from sglane.forward.worker_thread import use_one_compute_thread
 from sglane.layers.attention.prefix import PageTile, PrefixPages, PrefixPlan
 from sglane.utils import fallback
 
@@ -22,9 +23,8 @@ class PrefetchThread:
     """The host thread of one rank. First in, first out, so that the collectives of all ranks meet in the same order."""
 
     def __init__(self) -> None:
-        # One compute thread, set before the rank's own number is: the setting of some libraries is the whole process's.
-        self._pool = ThreadPoolExecutor(1, "prefix-prefetch", initializer=torch.set_num_threads, initargs=(1,))
-        self._pool.submit(int).result()
+        self._pool = ThreadPoolExecutor(1, "prefix-prefetch", initializer=use_one_compute_thread)
+        self._pool.submit(int).result()  # before the rank sets its own number of compute threads
 
     def submit(self, source: "PrefixSource", plan: PrefixPlan, layer: int, tile: int) -> Future[PageTile]:
         return self._pool.submit(fetch, source, plan, layer, tile)
