@@ -226,7 +226,7 @@ class Planner:
             plan = self.scheduler.next_plan()
             while plan is not None:
                 self._broadcast(plan)
-                self._reporter.step_issued()
+                self._reporter.step_issued(plan)
                 plan = self.scheduler.next_plan()
             self._send_outputs()
             self._answer_flushes()
@@ -258,6 +258,7 @@ class Planner:
                 self.scheduler.ledger.audit()
         elif isinstance(message, TicketEnded):
             self._host_work.ended("load" if message.is_load else "backup", message.num_bytes, message.duration_s)
+            self._reporter.ticket_ended(message)
             self.scheduler.ticket_ended(message.ticket, message.rank)
         elif isinstance(message, Progress):
             self._last_progress_s[message.rank] = time.monotonic()

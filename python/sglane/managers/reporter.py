@@ -5,6 +5,7 @@ import time
 from sglane.managers.queue_times import QueueTimes
 from sglane.managers.scheduler import Scheduler
 from sglane.plan.io_struct import RequestOutput
+from sglane.plan.step_plan import Backup, Load, StepPlan, TicketEnded
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,12 @@ class Reporter:
             if output.finish is not None:
                 self.queue_times.ended(output.rid)
 
-    def step_issued(self) -> None:
+    def step_issued(self, plan: StepPlan) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            orders: list[Load | Backup] = [*plan.loads, *plan.backups]
+            for order in orders:
+                kind = "load" if isinstance(order, Load) else "backup"
+                logger.debug("[hicache] step %d orders %s %d: %d pages", plan.step, kind, order.ticket, len(order.host_pages) // 4)
         step = self._scheduler.last_step
         now_s = time.monotonic()
         for rid in step.started_rids:
@@ -53,6 +59,10 @@ class Reporter:
                     "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, #queue-req: %d",
                     load["num_running_reqs"], load["num_used_tokens"], load["token_usage"], self.gen_throughput, load["num_waiting_reqs"],
                 )
+
+    def ticket_ended(self, message: TicketEnded) -> None:
+        logger.debug("[hicache] rank %d ended its part of %s %d: %d bytes in %.2f ms", message.rank, "load" if message.is_load else "backup",
+                     message.ticket, message.num_bytes, message.duration_s * 1e3)
 
     def tick(self) -> None:
         """Once per loop turn: renew the throughput figure."""

@@ -1,6 +1,7 @@
 """The host tier of a real server: what left the device comes back, exactly; slow, refused and aborted copies harm nobody."""
 import json
 import os
+import re
 import threading
 import time
 
@@ -80,7 +81,9 @@ def test_fill_evict_replay(family, cp_size):
 
 @pytest.mark.timeout(300)
 def test_a_turn_finds_the_answer_before_it_in_the_host():
-    with Server("--model-path", str(tiny("llama")), *FLAGS, "--hicache-ratio", "6", env=CHECKED) as server:
+    """The debug log tells of both ways."""
+    flags = (*FLAGS, "--hicache-ratio", "6", "--log-level", "debug")
+    with Server("--model-path", str(tiny("llama")), *flags, env=CHECKED) as server:
         first = prompt_of(1, 50)
         answer = server.generate(first, max_new_tokens=30, ignore_eos=True)["output_ids"]
         settled(server)
@@ -88,6 +91,9 @@ def test_a_turn_finds_the_answer_before_it_in_the_host():
         second = first + answer + prompt_of(2, 5)
         found = server.generate(second, max_new_tokens=4)["meta_info"]["cached_tokens_details"]
         assert found["device"] + found["host"] == 50 + 29 and found["host"] > 0
+        for kind in ("load", "backup"):
+            assert re.search(rf"\[hicache\] step \d+ orders {kind} \d+: \d+ pages", server.log())
+            assert re.search(rf"\[hicache\] rank 0 ended its part of {kind} \d+: \d+ bytes in", server.log())
         assert_clean(wait_idle(server), allowed_fallbacks=SKIPPED)
 
 
