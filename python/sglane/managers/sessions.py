@@ -3,9 +3,7 @@ from collections import OrderedDict
 from typing import Any
 
 from sglane.mem_cache.kv_ledger import Holding, KVLedger
-from sglane.mem_cache.lease_gain import lanes_freed_by
 from sglane.mem_cache.radix_key import RadixKey
-from sglane.mem_cache.radix_node import Node
 from sglane.utils import fallback
 
 
@@ -51,11 +49,15 @@ class Sessions:
     def make_room(self, num_pages: int) -> bool:
         """Whether `num_pages` pages are free or evictable; until they are, or will be when the steps under way have ended, leases are dropped, the
         longest unused first. No lease is dropped if all of them together would not be enough."""
-        missing = self._num_missing(num_pages)
-        if missing > 0 and int(lanes_freed_by(self._leased_nodes(), self._ledger.layout).sum()) >= missing:
+        num_missing = self._num_missing(num_pages)
+        if num_missing > 0 and num_missing <= self._num_leased_pages():
             while self._num_missing(num_pages) > 0 and self.drop_oldest():
                 pass
         return int(self._ledger.available().sum()) >= num_pages
+
+    def _num_leased_pages(self) -> int:
+        """Pages that could be evicted if all leases ended."""
+        return int((self._ledger.available_without(self._holdings()) - self._ledger.available()).sum())
 
     def _num_missing(self, num_pages: int) -> int:
         """Of `num_pages`; pages on their way are not missing. Negative: there are more than that."""
@@ -81,10 +83,6 @@ class Sessions:
         """Open sessions, those that have a lease, and the valid tokens of all leases; a prefix that two sessions share counts twice."""
         holdings = self._holdings()
         return {"num_open": len(self._open), "num_leased": len(holdings), "leased_tokens": sum(holding.num_cached_tokens for holding in holdings)}
-
-    def _leased_nodes(self) -> list[Node]:
-        sources = [holding.source.node for holding in self._holdings() if holding.source is not None]
-        return [holding.lease for holding in self._holdings()] + sources
 
     def _holdings(self) -> list[Holding]:
         return [holding for holding in self._open.values() if holding is not None]

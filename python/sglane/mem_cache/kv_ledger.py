@@ -236,6 +236,11 @@ class KVLedger:
         """int64 [cp_size] free and evictable pages (not those that wait for a step)."""
         return self._allocator.free_counts() + self._tree.evictable_counts()
 
+    def available_without(self, holdings: list[Holding]) -> LaneCounts:
+        """What available() would be if these matched holdings were cancelled."""
+        nodes = [holding.lease for holding in holdings] + [holding.source.node for holding in holdings if holding.source is not None]
+        return self._allocator.free_counts() + self._tree.evictable_without(nodes)
+
     def free_counts(self) -> LaneCounts:
         return self._allocator.free_counts()
 
