@@ -14,6 +14,8 @@ from sglane.entrypoints.errors import CLIENT_CLOSED_REQUEST, ApiError, ClientGon
 from sglane.entrypoints.generation import Generation
 
 DONE = b"data: [DONE]\n\n"
+#: UTF-8 of the characters U+0085, U+2028, U+2029, which JSON allows inside a string but many readers of lines (httpx) split at -> their escapes.
+LINE_ENDS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
 
 
 def json_response(body: Any) -> Response:
@@ -21,7 +23,12 @@ def json_response(body: Any) -> Response:
 
 
 def event(body: Any) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
+    """A server-sent event of one line, also for readers that end a line where `str.splitlines` does."""
+    payload = orjson.dumps(body)
+    if b"\xe2\x80" in payload or b"\xc2\x85" in payload:
+        for raw, escaped in LINE_ENDS.items():
+            payload = payload.replace(raw, escaped)
+    return b"data: " + payload + b"\n\n"
 
 
 async def _watch(receive: Receive, job: Job) -> None:
