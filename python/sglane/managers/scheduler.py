@@ -264,7 +264,7 @@ class Scheduler:
                 continue  # retracted in favour of an older one
             if request.phase is Phase.PREFILL:
                 self._plan_chunk(builder, request)
-            elif request.can_continue():
+            elif request.can_continue() and not self.ledger.pending_load(request.admitted().holding):  # published onto pages that are loaded
                 self._plan_continue(builder, request)
         self._plan_admissions(builder)
 

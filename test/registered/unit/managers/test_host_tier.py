@@ -117,6 +117,29 @@ def test_two_requests_on_one_host_prefix_load_it_once():
     assert 0 < engine.executor.copies.num_loaded - before <= 6
 
 
+@pytest.mark.parametrize("cp_size", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_may_come_to_own_pages_that_are_loaded_for_another(seed, cp_size):
+    """One request computes a prefix although the host has it (its prompt is scored), another loads it meanwhile: the first one's row moves to the
+    pages that are loaded."""
+    engine = host_engine(cp_size, num_pages=32, num_host_pages=96, chunk=64)
+    prompt = prompt_of(8, 21)
+    ask(engine, "cold", prompt)
+    fill_with_others(engine, count=8)
+    engine.add("decodes", prompt_of(7, 5), 40)  # so that no step waits for the load
+    for _ in range(3):
+        engine.turn()
+    engine.executor.copies._most_turns = 12
+    engine.executor.copies._random = np.random.default_rng(seed)
+    engine.add("scored", prompt, 12, logprob_start=0)
+    engine.add("hit", np.concatenate([prompt, [1]]), 3)
+    engine.run()
+    assert engine.last["scored"].num_cached_tokens == 0 and engine.last["hit"].num_cached_host > 0
+    assert engine.outputs["decodes"] == expected_output(prompt_of(7, 5), 40)
+    assert engine.outputs["scored"] == expected_output(prompt, 12)
+    assert engine.outputs["hit"] == expected_output(np.concatenate([prompt, [1]]), 3)
+
+
 def test_selective_backs_up_only_what_was_hit():
     engine = host_engine(num_host_pages=96, min_hits=2)
     prompt = prompt_of(9, 17)
