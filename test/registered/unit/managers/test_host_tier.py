@@ -165,13 +165,14 @@ def test_a_slow_host_never_fails_a_request(most_turns):
 
 @st.composite
 def traffic(draw):
-    """(turn, rid, action): prompts share stems, so hits of all kinds occur; some are aborted."""
+    """(turn, rid, prompt, new tokens, turns until an abort, scored): prompts share stems, so hits of all kinds occur; scored ones compute all rows."""
     stems = [prompt_of(i, 24) for i in range(draw(st.integers(1, 4)))]
     events = []
     for i in range(draw(st.integers(4, 16))):
         stem = stems[draw(st.integers(0, len(stems) - 1))][: draw(st.integers(1, 24))]
         prompt = np.concatenate([stem, prompt_of(1000 + draw(st.integers(0, 5)), draw(st.integers(1, 20)))])
-        events.append((draw(st.integers(0, 60)), str(i), prompt, draw(st.integers(1, 9)), draw(st.sampled_from([None, None, None, 0, 2, 5]))))
+        events.append((draw(st.integers(0, 60)), str(i), prompt, draw(st.integers(1, 9)), draw(st.sampled_from([None, None, None, 0, 2, 5])),
+                       draw(st.sampled_from([False, False, False, True]))))
     return sorted(events, key=lambda event: event[0])
 
 
@@ -179,9 +180,9 @@ def check_traffic(events, cp_size, num_pages, num_host_pages, most_turns, min_hi
     engine = host_engine(cp_size, num_pages, num_host_pages, seed=seed, most_turns=most_turns, min_hits=min_hits, overlap=overlap)
     aborts, ended = {}, set()
     for turn in range(events[-1][0] + 8):
-        for at, rid, prompt, num_new, patience in events:
+        for at, rid, prompt, num_new, patience, scored in events:
             if at == turn:
-                engine.add(rid, prompt, num_new)
+                engine.add(rid, prompt, num_new, logprob_start=0 if scored else -1)
                 if patience is not None:
                     aborts[rid] = turn + patience
         for rid, at in aborts.items():
@@ -192,7 +193,7 @@ def check_traffic(events, cp_size, num_pages, num_host_pages, most_turns, min_hi
             engine.scheduler.flush()
         engine.turn()
     engine.run(max_turns=50_000)
-    for _, rid, prompt, num_new, _ in events:
+    for _, rid, prompt, num_new, _, _ in events:
         expected = expected_output(prompt, num_new)
         if rid in ended:
             assert engine.outputs[rid] == expected[: len(engine.outputs[rid])]
