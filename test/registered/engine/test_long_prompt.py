@@ -1,4 +1,4 @@
-"""Prompts of up to 200,000 tokens: streamed in tiles it gives what it gives with all of a layer's prefix at once, and holds no more than the tiles."""
+"""Prompts of up to 200,000 tokens, streamed in tiles: the same answers as with all of a layer's prefix at once, and no more rows held than tiles."""
 import numpy as np
 import pytest
 

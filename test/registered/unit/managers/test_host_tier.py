@@ -165,7 +165,7 @@ def test_a_slow_host_never_fails_a_request(most_turns):
 
 @st.composite
 def traffic(draw):
-    """(turn, rid, prompt, new tokens, turns until an abort, scored): prompts share stems, so hits of all kinds occur; scored ones compute all rows."""
+    """(turn, rid, prompt, new tokens, turns until an abort, scored): prompts share stems, so hits of all kinds occur; scored ones compute all."""
     stems = [prompt_of(i, 24) for i in range(draw(st.integers(1, 4)))]
     events = []
     for i in range(draw(st.integers(4, 16))):
