@@ -17,11 +17,18 @@ class HostWork:
         self._page_bytes = page_bytes
         self._num_bytes = dict.fromkeys(KINDS, 0)
         self._times = {kind: TimeHistogram(COPY_BOUNDS_S) for kind in KINDS}
+        self._oldest, self._oldest_since_s = 0, 0.0
 
     def ended(self, kind: str, num_bytes: int, duration_s: float) -> None:
         """A rank has said so with a TicketEnded. kind: backup or load."""
         self._num_bytes[kind] += num_bytes
         self._times[kind].add(duration_s)
+
+    def oldest_age_s(self, ticket: int, now_s: float) -> float:
+        """ticket: the oldest that is open, 0: none. Returns the seconds for which it has been the oldest, as far as calls have seen."""
+        if ticket != self._oldest or not ticket:
+            self._oldest, self._oldest_since_s = ticket, now_s
+        return now_s - self._oldest_since_s
 
     def report(self, ledger_report: Mapping[str, Any]) -> dict[str, Any]:
         """`host_cache` of the planner's state. ledger_report: KVLedger.host_report(). Every ticket has one time for each rank that had a part of it;

@@ -354,6 +354,9 @@ class Planner:
             ranks = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(silent)
             step = self.scheduler.oldest_unretired_step
             raise EngineFailure(f"{ranks} made no progress for {self._args.watchdog_timeout_s:g} s in step {step}")
+        ticket = self.scheduler.ledger.oldest_open_ticket()
+        if self._host_work.oldest_age_s(ticket, now_s) > self._args.watchdog_timeout_s:
+            raise EngineFailure(f"a copy between device and host (ticket {ticket}) has not ended within {self._args.watchdog_timeout_s:g} s")
 
     def _beat(self, now_s: float, num_running: int = 0, num_waiting: int = 0) -> None:
         """A sign of life for the front, about once a second, also while ranks load."""

@@ -119,7 +119,7 @@ class HostTier:
         self._num_duplicates += num_pages
 
     def tickets(self) -> dict[int, Ticket]:
-        """The open ones (for audits)."""
+        """The open ones by number."""
         return self._tickets
 
     def records(self, node: Node, hashes: list[bytes]) -> dict[bytes, int]:

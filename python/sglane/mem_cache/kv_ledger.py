@@ -212,6 +212,10 @@ class KVLedger:
         """Copies are under way, or ordered by an admission or take_backups()."""
         return self._host is not None and self._host.has_open_tickets()
 
+    def oldest_open_ticket(self) -> int:
+        """0: none is open."""
+        return min(self._host.tickets(), default=0) if self._host is not None else 0
+
     def pending_load(self, holding: Holding) -> int:
         """The newest open load of a page of the row; 0: all of its pages are there."""
         return self._host.newest_load(holding.pages) if self._host is not None else 0

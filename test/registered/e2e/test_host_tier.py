@@ -138,6 +138,16 @@ def test_aborts_while_loads_are_under_way_leak_nothing():
         assert_empty(server.kv_ledger())
 
 
+@pytest.mark.timeout(120)
+def test_a_copy_that_does_not_end_ends_the_server():
+    """No step waits for it, so only its ticket tells."""
+    flags = (*FLAGS, "--hicache-ratio", "6", "--watchdog-timeout", "3", "--skip-server-warmup")
+    with Server("--model-path", str(tiny("llama")), *flags, env=hold(0, "backup", 600_000.0)) as server:
+        assert len(server.generate(prompt_of(5, 20), max_new_tokens=4, ignore_eos=True)["output_ids"]) == 4
+        assert server.wait_exit(30.0) != 0
+        assert "has not ended within 3 s" in server.log()
+
+
 @pytest.mark.timeout(300)
 def test_selective_backs_up_what_is_asked_for_again():
     flags = (*FLAGS, "--hicache-ratio", "6", "--hicache-write-policy", "write_through_selective")

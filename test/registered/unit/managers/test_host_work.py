@@ -28,6 +28,12 @@ def test_parts_add_up():
     assert report["backup_duplicates"] == 3 and report["open_tickets"] == 2 and report["page_bytes"] == 64 and report["enabled"]
 
 
+def test_the_oldest_ticket_ages_until_another_is_the_oldest():
+    work = HostWork(64)
+    asked = [(0, 5.0), (0, 9.0), (3, 10.0), (3, 14.0), (4, 15.0), (4, 15.5), (0, 20.0), (4, 21.0)]
+    assert [work.oldest_age_s(*question) for question in asked] == [0.0, 0.0, 0.0, 4.0, 0.0, 0.5, 0.0, 0.0]
+
+
 def test_the_fake_planner_says_the_same_things():
     real, fake = HostWork(0).report(NO_HOST_TIER), STATE["host_cache"]
     assert real.keys() == fake.keys() and real["dropped_tokens"].keys() == fake["dropped_tokens"].keys()
