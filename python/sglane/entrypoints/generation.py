@@ -68,7 +68,8 @@ class Generation:
         self.text = ""  # without what may still become part of a stop string
         self.output_ids: list[int] = []
         self.output_logprobs: list[TokenLogprob] = []
-        self.input_logprobs: list[TokenLogprob] = []
+        # Of a prompt of one token nothing has to be computed, so the planner has nothing to tell.
+        self.input_logprobs = prompt_logprobs(request, []) if request.logprob_start == 0 and self.num_prompt_tokens == 1 else []
         self.counts = Counts()
         self.finish: Finish | None = None
         self.drop_output = False

@@ -165,3 +165,13 @@ def test_ends(server):
     assert server.generate(PROMPT, max_new_tokens=2, logit_bias=eos, ignore_eos=True, skip_special_tokens=False)["text"] == "</s></s>"
     for keep in (False, True):
         assert server.generate(PROMPT, regex="abc", stop="b", no_stop_trim=keep)["text"] == ("ab" if keep else "a")
+
+
+def test_a_prompt_of_one_token_has_its_entry_without_a_log_probability(server):
+    wish = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    meta = server.generate([42], max_new_tokens=2, ignore_eos=True, extra=wish)["meta_info"]
+    assert [entry[:2] for entry in meta["input_token_logprobs"]] == [[None, 42]] and meta["input_token_logprobs_length"] == 1
+    assert len(meta["input_top_logprobs"]) == 1 and len(meta["output_token_logprobs"]) == 2
+    body = {"model": "default", "prompt": [42], "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1, "ignore_eos": True}
+    logprobs = server.ask("/v1/completions", body)["choices"][0]["logprobs"]
+    assert len(logprobs["token_logprobs"]) == len(logprobs["tokens"]) == 3 and logprobs["token_logprobs"][0] is None
