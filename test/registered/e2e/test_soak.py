@@ -64,6 +64,14 @@ async def load(url: str, num_requests: int, seed: int) -> list[str]:
         return await asyncio.gather(*(guarded(index) for index in range(num_requests)))
 
 
+async def crowd(url: str) -> None:
+    """Requests that come in together and grow beyond the pool, however slow the machine is."""
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+        bodies = [{"input_ids": [20 + index] * 40, "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}} for index in range(16)]
+        for response in await asyncio.gather(*(client.post("/generate", json=body) for body in bodies)):
+            assert response.status_code == 200, response.text
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family, num_requests, slow_rank", [("llama", NUM_REQUESTS, None), ("glm_moe_dsa", 200, None), ("glm_moe_dsa", 100, 1)])
 def test_soak(family, num_requests, slow_rank):
@@ -78,6 +86,7 @@ def test_soak(family, num_requests, slow_rank):
         prompts = [[5, 9, 11], list(range(2, 70)), list(range(2, 100)), [7] * 33]
         canary = Canary.record(server, prompts)
         ends = asyncio.run(load(server.url, num_requests, seed=1))
+        asyncio.run(crowd(server.url))
         assert len(ends) == num_requests
         assert ends.count("ok") > num_requests * 0.8 and ends.count("left") > 0 and ends.count("aborted") > 0
         state = server.server_info()["internal_states"][0]
