@@ -180,8 +180,10 @@ class ServerArgs:
             raise ConfigError(f"--hicache-size must be greater than 0, got {self.hicache_size:g}")
         if self.hicache_ratio <= 0:
             raise ConfigError(f"--hicache-ratio must be greater than 0, got {self.hicache_ratio:g}")
-        if self.hicache_size is not None and not self.enable_hierarchical_cache:
-            raise ConfigError("--hicache-size needs --enable-hierarchical-cache")
+        if not self.enable_hierarchical_cache:
+            for item in dataclasses.fields(self):
+                if item.name.startswith("hicache_") and getattr(self, item.name) != item.default:
+                    raise ConfigError(f"{flag_of(item.name)} needs --enable-hierarchical-cache")
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ConfigError("--enable-hierarchical-cache needs prefix reuse: it and --disable-radix-cache exclude each other")
 

@@ -64,7 +64,7 @@ STATE: dict[str, Any] = {
     "evictions": {"num_tokens": 640, "times": {"bounds_s": [0.001, 0.01], "counts": [2, 1, 0], "sum_s": 0.006}},
     "sessions": {"num_open": 4, "num_leased": 2, "leased_tokens": 96},
     "host_cache": {
-        "enabled": True, "page_bytes": 1000, "backup_duplicates": 7, "open_tickets": 2,
+        "enabled": True, "page_bytes": 1000, "hits_device_tokens": 900, "hits_host_tokens": 480, "backup_duplicates": 7, "open_tickets": 2,
         "tickets": {
             "backup": {"tokens": 1600, "bytes": 100_000, "times": {"bounds_s": [0.01, 0.1], "counts": [5, 2, 0], "sum_s": 0.4}},
             "load": {"tokens": 480, "bytes": 30_000, "times": {"bounds_s": [0.01, 0.1], "counts": [1, 2, 1], "sum_s": 0.9}},

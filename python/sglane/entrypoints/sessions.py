@@ -18,7 +18,6 @@ from sglane.plan.io_struct import CloseSession, OpenSession
 logger = logging.getLogger(__name__)
 
 Tokens = npt.NDArray[np.int32]
-NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 MAX_SESSIONS = 1024
 MAX_ID_CHARACTERS = 256

@@ -36,5 +36,6 @@ class HostWork:
         tickets = {
             kind: {"tokens": ledger_report[f"{kind}_tokens"], "bytes": self._num_bytes[kind], "times": self._times[kind].report()} for kind in KINDS
         }
-        passed_on = {name: ledger_report[name] for name in ("backup_duplicates", "dropped_tokens", "open_tickets")}
+        names = ("hits_device_tokens", "hits_host_tokens", "backup_duplicates", "dropped_tokens", "open_tickets")
+        passed_on = {name: ledger_report[name] for name in names}
         return {"enabled": self._page_bytes > 0, "page_bytes": self._page_bytes, "tickets": tickets, **passed_on}

@@ -333,7 +333,8 @@ class Planner:
                 self._send_front(Reply(message.request_id, True, {}))
             elif time.monotonic() >= deadline_s:
                 load = self.scheduler.load()
-                text = f"not idle: {load['num_running_reqs']} requests run, {load['num_waiting_reqs']} wait"
+                copies = ", copies to or from the host tier are under way" if self.scheduler.ledger.has_open_tickets() else ""
+                text = f"not idle: {load['num_running_reqs']} requests run, {load['num_waiting_reqs']} wait{copies}"
                 self._send_front(Reply(message.request_id, False, {"message": text}))
             else:
                 waiting.append((message, deadline_s))

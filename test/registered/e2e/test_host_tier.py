@@ -144,6 +144,8 @@ def test_a_copy_that_does_not_end_ends_the_server():
     flags = (*FLAGS, "--hicache-ratio", "6", "--watchdog-timeout", "3", "--skip-server-warmup")
     with Server("--model-path", str(tiny("llama")), *flags, env=hold(0, "backup", 600_000.0)) as server:
         assert len(server.generate(prompt_of(5, 20), max_new_tokens=4, ignore_eos=True)["output_ids"]) == 4
+        refused = server.post("/flush_cache")
+        assert refused.status_code == 400 and "copies to or from the host tier are under way" in refused.text
         assert server.wait_exit(30.0) != 0
         assert "has not ended within 3 s" in server.log()
 
