@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_top_logprobs: int = 0
     logprob_token_ids: list[int] = []  # also report these ids at every reported position
     grammar: Grammar | None = None
+    max_drafts: int = -1  # drafts verified per step at most; -1: as many as the server drafts; 0: no speculation
 
     def needs_history(self) -> bool:
         """The executors need all tokens of the request, cached ones included."""
@@ -166,6 +167,15 @@ class FinishReason(msgspec.Struct, frozen=True):
     status_code: int = 0
 
 
+class SpecCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What speculation brought a request so far."""
+
+    num_verify_steps: int  # decode steps, those without a draft included
+    num_drafts: int  # drafts that were verified
+    num_accepted: int  # of them
+    histogram: list[int]  # [k + 1] steps by accepted drafts
+
+
 class RequestOutput(msgspec.Struct, frozen=True):
     """New tokens of one request after a step. The last one has `finish`."""
 
@@ -180,6 +190,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     input_logprobs: list[LogprobChunk] = []  # only once, with the first output
     output_logprobs: list[LogprobChunk] = []
+    spec: SpecCounts | None = None  # None: the server does not speculate
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
