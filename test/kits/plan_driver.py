@@ -57,11 +57,12 @@ class LocalRanks:
 
 
 def start_ranks(config: object, models: Sequence[object], page_size: int, num_rows: int = 200, tap: object = None, num_host_rows: int = 0,
-                mapped: bool = False) -> LocalRanks:
-    """Executors of all ranks, one for each of `models`. mapped: ranks read each other's pools."""
+                mapped: bool = False, **flags: object) -> LocalRanks:
+    """Executors of all ranks, one for each of `models`. mapped: ranks read each other's pools. flags: further ServerArgs."""
     environ.SGLANE_NUM_THREADS = 1
     cp_size = len(models)
-    args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1, enable_hierarchical_cache=num_host_rows > 0)
+    args = ServerArgs(page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1, enable_hierarchical_cache=num_host_rows > 0,
+                      **flags)
     group, box = ThreadGroup(cp_size), TicketBox()
     executors = [Executor(config, model, args, rank, group.groups(rank) if cp_size > 1 else None, tap=tap) for rank, model in enumerate(models)]
     for executor in executors:
@@ -109,6 +110,7 @@ class PlanDriver:
         self._loads: list[Load] = []
         self._backups: list[Backup] = []
         self.num_tickets = 0
+        self.num_drafts = 0  # verified so far
         self.ticket_lanes: dict[int, set[int]] = {}  # lanes that have a part
 
     def start(self, slot: int, prompt: list[int], sampling: SamplingParams, cached: list[int] | None = None, num_cached: int = 0,
@@ -161,9 +163,9 @@ class PlanDriver:
         return new
 
     def step(self, extends: dict[int, int], continues: list[int] | None = None, logprob_start: int = -1, needs_load: int = 0,
-             backup: bool = False) -> dict[int, int]:
-        """extends: slot -> number of prompt tokens. backup: whole pages of the extends go to the host tier while they are computed. Returns the
-        sampled tokens by slot."""
+             backup: bool = False, window: int = 1) -> dict[int, list[int]]:
+        """extends: slot -> number of prompt tokens. backup: whole pages of the extends go to the host tier while they are computed. window: of the
+        continues. Returns the new tokens by slot, none of one that was stalled."""
         self._step += 1
         parts = []
         for slot, n in extends.items():
@@ -178,25 +180,30 @@ class PlanDriver:
         continues = continues or []
         new = []
         for slot in continues:
-            self.slots[slot].fed += 1
-            new.append(self.grow(slot, self.slots[slot].fed))
+            new.append(self.grow(slot, self.slots[slot].fed + window))
         plan = StepPlan(self._step, ints(self._releases), poison=ints(self._poison), starts=self._starts, tail_copies=self._copies,
                         loads=self._loads, backups=self._backups, needs_load=needs_load, extends=parts,
-                        continues=Continues(ints(continues), ints([1] * len(continues)), ints([len(p) for p in new]), ints(sum(new, []))))
+                        continues=Continues(ints(continues), ints([window] * len(continues)), ints([len(p) for p in new]), ints(sum(new, []))))
         self.free += self._poison
         self._releases, self._poison, self._starts, self._copies, self._loads, self._backups = [], [], [], [], [], []
-        return self._collect(self.run(plan))
+        found = self._collect(self.run(plan))
+        for slot in continues:
+            self.slots[slot].fed += len(found[slot])
+        return found
 
-    def _collect(self, results: list[StepResult]) -> dict[int, int]:
-        found: dict[int, int] = {}
+    def _collect(self, results: list[StepResult]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
         for result in results:
             assert result.step == self._step
             slots, tokens = np.frombuffer(result.slots, np.int32).tolist(), np.frombuffer(result.tokens, np.int32).tolist()
-            assert np.frombuffer(result.num_tokens, np.int32).tolist() == [1] * len(slots)
-            for slot, token in zip(slots, tokens):
+            counts, drafts = np.frombuffer(result.num_tokens, np.int32).tolist(), np.frombuffer(result.num_drafts, np.int32).tolist()
+            assert len(slots) == len(counts) == len(drafts) and sum(counts) == len(tokens)
+            for slot, count, num_drafts in zip(slots, counts, drafts):
                 assert slot not in found, f"slot {slot} was sampled twice"
-                found[slot] = token
-                self.slots[slot].outputs.append(token)
+                assert count <= num_drafts + 1
+                found[slot], tokens = tokens[:count], tokens[count:]
+                self.slots[slot].outputs += found[slot]
+                self.num_drafts += num_drafts
             self.blocks += result.logprobs
         return found
 
@@ -205,10 +212,11 @@ class PlanDriver:
         while self.slots[slot].fed < len(self.slots[slot].prompt):
             self.step({slot: chunk}, logprob_start=logprob_start)
 
-    def generate(self, slot: int, prompt: list[int], num_tokens: int, chunk: int, sampling: SamplingParams | None = None) -> list[int]:
-        """Start, prefill and decode one slot on its own; it stays taken."""
+    def generate(self, slot: int, prompt: list[int], num_tokens: int, chunk: int, sampling: SamplingParams | None = None,
+                 window: int = 1) -> list[int]:
+        """Start, prefill and decode one slot on its own; it stays taken. With windows it may get more tokens."""
         self.start(slot, prompt, sampling or greedy())
         self.prefill(slot, chunk)
         while len(self.slots[slot].outputs) < num_tokens:
-            self.step({}, [slot])
+            self.step({}, [slot], window=window)
         return self.slots[slot].outputs

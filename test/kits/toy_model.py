@@ -14,22 +14,25 @@ SHARED_LAYERS = (2,)
 
 @dataclass(frozen=True)
 class ToyConfig:
-    """kind: gqa, mla (dense) or dsa (layer 2 shares layer 1's selection)."""
+    """kind: gqa, mla (dense) or dsa (layer 2 shares layer 1's selection). has_draft: there is a draft layer, of the same kind."""
 
     kind: str
+    has_draft: bool = False
+    hidden_size: int = 32
     vocab_size: int = 61
     num_layers: int = 3
     context_length: int = 2048
     dtype: str = "float32"
 
     def kv_planes(self) -> tuple[tuple[str, int, int], ...]:
-        if self.kind == "gqa":
-            return (("target.kv", self.num_layers, 2 * KV_HEADS * DIM), ("target.index", 0, 0))
+        width = 2 * KV_HEADS * DIM if self.kind == "gqa" else LATENT + ROPE
         num_index_layers = self.num_layers - len(SHARED_LAYERS) if self.kind == "dsa" else 0
-        return (("target.kv", self.num_layers, LATENT + ROPE), ("target.index", num_index_layers, INDEX_DIM))
+        num_draft_layers = int(self.has_draft)
+        return (("target.kv", self.num_layers, width), ("target.index", num_index_layers, INDEX_DIM),
+                ("draft.kv", num_draft_layers, width), ("draft.index", num_draft_layers * (self.kind == "dsa"), INDEX_DIM))
 
     def written_after(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(range(num_layers)) for name, num_layers, _ in self.kv_planes()}
+        return {name: (self.num_layers,) if name.startswith("draft.") else tuple(range(num_layers)) for name, num_layers, _ in self.kv_planes()}
 
     def query_widths(self) -> tuple[int, int, int]:
         if self.kind == "gqa":
@@ -41,8 +44,9 @@ class ToyConfig:
 class ToyModel:
     """Random weights from a fixed seed."""
 
-    def __init__(self, config: ToyConfig, hidden: int = 32):
+    def __init__(self, config: ToyConfig):
         gen = torch.Generator().manual_seed(11)
+        hidden = config.hidden_size
         self.config = config
         self.weight_bytes = 0
         self._embedding = torch.randn(config.vocab_size, hidden, generator=gen)
@@ -53,27 +57,36 @@ class ToyModel:
                          for _ in range(config.num_layers)]
         self._out = [torch.randn(HEADS * DIM, hidden, generator=gen) for _ in range(config.num_layers)]
         self._w_uk, self._w_uv = (torch.randn(HEADS, DIM, LATENT, generator=gen) for _ in range(2))
+        self._draft_weights = {name: torch.randn(hidden, size, generator=gen) * hidden ** -0.5 for name, size in sizes.items()}
+        self._draft_out = torch.randn(HEADS * DIM, hidden, generator=gen) * 0.3
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         x = self._embedding[batch.tokens] + self._positions[batch.positions]
         for layer in range(self.config.num_layers):
             h = torch.nn.functional.layer_norm(x, x.shape[-1:])
-            x = x + self._attend(batch.attention, layer, h).flatten(1) @ self._out[layer]
+            x = x + self._attend(batch.attention, layer, h, self._weights[layer]).flatten(1) @ self._out[layer]
             batch.hooks.layer_end(layer)
+        return torch.nn.functional.layer_norm(x, x.shape[-1:])[batch.outputs]
+
+    def draft(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        x = self._embedding[batch.tokens] + self._positions[batch.positions] + 2.0 * hidden
+        h = torch.nn.functional.layer_norm(x, x.shape[-1:])
+        x = x + self._attend(batch.attention, 0, h, self._draft_weights).flatten(1) @ self._draft_out
+        batch.hooks.layer_end(self.config.num_layers)
         return torch.nn.functional.layer_norm(x, x.shape[-1:])[batch.outputs]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self._embedding.T
 
-    def _attend(self, attention: AttentionOps, layer: int, h: Tensor) -> Tensor:
-        w = {name: h @ weight for name, weight in self._weights[layer].items()}
+    def _attend(self, attention: AttentionOps, layer: int, h: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        w = {name: h @ weight for name, weight in weights.items()}
         q = w["q"].unflatten(1, (HEADS, DIM))
         if self.config.kind == "gqa":
             return attention.gqa(layer, q, w["k"].unflatten(1, (KV_HEADS, DIM)), w["v"].unflatten(1, (KV_HEADS, DIM)), 0.4)
         index: object = None
         if self.config.kind == "dsa":
             index = SHARED_SELECTION
-            if layer not in SHARED_LAYERS:
+            if layer not in SHARED_LAYERS or weights is self._draft_weights:
                 index = IndexInputs(layer, w["iq"].unflatten(1, (INDEX_HEADS, INDEX_DIM)), w["ik"], w["iw"], INDEX_SCALE, TOPK)
         return attention.mla(layer, q, w["q_rope"].unflatten(1, (HEADS, ROPE)), w["kv"], self._w_uk, self._w_uv, 0.4, index)
 
@@ -81,6 +94,19 @@ class ToyModel:
         """Logits [T, V] of a whole sequence, by naive attention."""
         ids, every = torch.tensor(tokens), torch.arange(len(tokens))
         return self.logits(self.forward(ForwardBatch(ids, every, every, NaiveAttention(), NoHooks())))
+
+    def draft_states(self, tokens: list[int], chained: int = 0) -> tuple[Tensor, list[int]]:
+        """What the draft layer gives for the rows of tokens [0, T - 1), by naive attention: [T - 1, hidden], and, if chained > 0, that many drafts."""
+        ids, every = torch.tensor(tokens), torch.arange(len(tokens))
+        hidden = self.forward(ForwardBatch(ids, every, every, NaiveAttention(), NoHooks()))[:-1]
+        following, drafts = list(tokens[1:]), []
+        while True:
+            rows = torch.arange(len(following))
+            found = self.draft(ForwardBatch(torch.tensor(following), rows, rows, NaiveAttention(), NoHooks()), hidden)
+            if len(drafts) == chained:
+                return found[:len(tokens) - 1], drafts
+            drafts.append(int(self.logits(found[-1]).argmax()))
+            following, hidden = [*following, drafts[-1]], torch.cat((hidden, found[-1:]))
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         """What an undisturbed greedy run gives."""

@@ -61,6 +61,16 @@ class OpenGate:
 OPEN_GATE = OpenGate()
 
 
+class NoHooks:
+    """Of passes over rows that are not final: nothing follows them."""
+
+    def layer_end(self, layer: int) -> None:
+        pass
+
+
+NO_HOOKS = NoHooks()
+
+
 class Marker(Protocol):
     """Named, nested ranges of a profiler."""
 

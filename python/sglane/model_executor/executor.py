@@ -1,19 +1,19 @@
 """One rank: carries out plans strictly in order, in the order of duties stated in `plan/step_plan.py`."""
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sglane import environ
 from sglane.distributed.groups import Groups, local_groups
 from sglane.forward.layer_hooks import OPEN_GATE, Holds, LayerGate, StepHooks, step_marks
+from sglane.forward.window import Window
 from sglane.layers.attention.cost import RowWidths, gathers_queries
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.step_view import StepRules
-from sglane.model_executor import logprobs, sampler
+from sglane.model_executor import logprobs
 from sglane.model_executor.copy_engine import CopyEngine, TicketReporter
 from sglane.model_executor.copy_jobs import CopyLayout
 from sglane.model_executor.copy_orders import check_copies
@@ -21,20 +21,24 @@ from sglane.model_executor.host_pool import HostPool
 from sglane.model_executor.kv_pool import KVPool, num_bytes_per_page, plane_specs
 from sglane.model_executor.memory import available_bytes, host_rows, pool_rows, scratch_bytes
 from sglane.model_executor.model_runner import Model, ModelRunner, ModelSizes
-from sglane.model_executor.slot_table import Slot, SlotTable, TokenMask
-from sglane.model_executor.step_batch import Sampled, StepBatch, build_batch, continue_fields
+from sglane.model_executor.slot_table import SlotTable
+from sglane.model_executor.step_batch import UNKNOWN, StepBatch, build_batch, continue_fields
+from sglane.model_executor.step_sampler import Grammars, StepSampler
 from sglane.model_executor.threads import ThreadPolicy
-from sglane.plan.io_struct import Grammar
 from sglane.plan.step_plan import ExecutorReady, Extend, LogprobBlock, PoolInit, StepPlan, StepResult, TicketEnded
 from sglane.server_args import ServerArgs
+from sglane.speculative.drafter import Drafter, LookupDrafter, NoDrafter
+from sglane.speculative.nextn import NextnDrafter
+from sglane.speculative.ngram import PromptLookup
 
 
-class Grammars(Protocol):
-    """Compiles grammars for the model's vocabulary."""
+@dataclass
+class Wiring:
+    """What the process around gives a rank before its pools are made."""
 
-    def mask(self, grammar: Grammar) -> TokenMask:
-        """For the beginning of an answer."""
-        ...
+    open_reporter: Callable[[], TicketReporter]
+    tap: SelectionTap | None
+    grammars: Grammars | None = None
 
 
 class Executor:
@@ -50,17 +54,18 @@ class Executor:
         self.groups = groups or local_groups()
         self._device = device or torch.device("cpu")
         self._threads = ThreadPolicy(args.ranks_per_node, model.weight_bytes)
-        self._tap = tap
-        self._dtype = resolve_dtype(args, config)
+        self._wiring = Wiring(_NoReporter, tap)
         self._specs = plane_specs(config.kv_planes(), self._dtype)
         marks = step_marks(self._device.type, self._specs[0].num_layers) if args.enable_layerwise_nvtx_marker else None
         self._holds = Holds.parse(environ.SGLANE_HOLD, rank)
         self._hooks = StepHooks(report or _no_report, self._holds, self._threads.adapt, marks)
         self._poison = environ.SGLANE_POISON
         self._step = 0  # last plan carried out
-        self._grammars: Grammars | None = None
-        self._open_reporter: Callable[[], TicketReporter] = _NoReporter
         self._copies: CopyEngine | None = None
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return resolve_dtype(self._args, self._config)
 
     def ready(self, available: int) -> ExecutorReady:
         """What this rank can hold; available: device memory before the weights were loaded, in bytes."""
@@ -78,14 +83,26 @@ class Executor:
         """Allocate pools and slot table."""
         args = self._args
         page_ids = range(args.cp_size, init.num_rows * args.cp_size)
-        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, args.page_size, page_ids)
+        self._table = SlotTable(init.num_slots, init.max_pages_per_slot, args.page_size, page_ids, args.looks_up_prompts())
         self._pool = KVPool(self._specs, init.num_rows, args.page_size, args.cp_size, self.rank, self._dtype, self._device, self.groups.pools)
         if self._poison:
             self._pool.poison(np.arange(page_ids.start, page_ids.stop, dtype=np.int32))
         self._runner = ModelRunner(self._model, self._pool, self.groups, self._hooks, args.page_size, self._device,
-                                   StepRules(args.cp_scratch_tokens, self._directions()), self._tap)
+                                   StepRules(args.cp_scratch_tokens, self._directions()), self._wiring.tap)
+        self._sampler = StepSampler(self._runner, self._table, self._wiring.grammars)
+        self._drafter = self._make_drafter(init.num_slots)
         if init.num_host_rows:
             self._init_host(init.num_host_rows)
+
+    def _make_drafter(self, num_slots: int) -> Drafter:
+        args = self._args
+        if args.uses_draft_layer():
+            states = torch.zeros((num_slots, self._config.hidden_size), dtype=self._dtype, device=self._device)
+            return NextnDrafter(self._runner, self.groups.step, states, args.page_size)
+        if args.looks_up_prompts():
+            sizes = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+            return LookupDrafter(self._table, PromptLookup(*sizes, args.num_drafts()))
+        return NoDrafter()
 
     def _init_host(self, num_rows: int) -> None:
         args = self._args
@@ -93,7 +110,7 @@ class Executor:
         if self._poison:
             host.poison(np.arange(args.cp_size, num_rows * args.cp_size, dtype=np.int32))
         layout = CopyLayout(self._specs, args.page_size, self._config.written_after())
-        self._copies = CopyEngine(self._pool, host, layout, self._holds, self._open_reporter)
+        self._copies = CopyEngine(self._pool, host, layout, self._holds, self._wiring.open_reporter)
         self._hooks.tell_written(self._copies.layer_written)
 
     def _directions(self) -> Callable[[Sequence[tuple[int, int]]], list[bool]]:
@@ -106,12 +123,12 @@ class Executor:
 
     def use_grammars(self, grammars: Grammars) -> None:
         """Without this, no request may have a grammar."""
-        self._grammars = grammars
+        self._wiring.grammars = grammars
 
     def use_reporter(self, open_reporter: Callable[[], TicketReporter]) -> None:
         """Where the ends of loads and backups are told to, before `init_pool`. It is called in each thread that copies. Without this nobody
         hears of them."""
-        self._open_reporter = open_reporter
+        self._wiring.open_reporter = open_reporter
 
     def work_ahead(self) -> bool:
         """Called while no plan is there: see KVPool.work_ahead."""
@@ -138,20 +155,22 @@ class Executor:
             check_copies(plan, self._args.cp_size, self._pool.num_rows, self._copies.host.num_rows)
         self._apply_slots(plan)
         gate = self._begin_copies(plan)
-        batch = build_batch(plan, self._table, self._args.cp_size)
-        mine = [sample for sample in batch.samples if sample.lane == self.rank]
-        tokens, blocks = self._compute(plan, batch, mine, gate)
+        batch = build_batch(plan, self._table, self._args.cp_size, self._drafter.num_rows)
+        mine = [window for window in batch.windows if window.lane == self.rank]
+        runs, blocks = self._compute(plan, batch, mine, gate)
         if self._copies is not None:
             self._copies.forward_ended(plan.step)
         self._hooks.before_exchange()
-        for sample, token in zip(batch.samples, self._exchange(batch.samples, mine, tokens).tolist()):
-            self._table.sampled(sample.slot, token)
+        num_extend_rows = batch.num_extend_rows
+        for window, run in zip(batch.windows, self._exchange(batch.windows, mine, runs)):
+            self._table.sampled(window.slot, run, len(run) if window.first_row >= num_extend_rows else 0)
+        self._drafter.exchange(batch.windows)
         self._hooks.before_result()
         stalled = [slot for slot, lane in batch.stalled if lane == self.rank]
+        none = [0] * len(stalled)
         return StepResult(
-            plan.step, self.rank, np.array([s.slot for s in mine] + stalled, np.int32).tobytes(),
-            np.array([1] * len(mine) + [0] * len(stalled), np.int32).tobytes(), tokens.astype(np.int32).tobytes(), blocks,
-            self._runner.prefix_wait_s)
+            plan.step, self.rank, _ints([window.slot for window in mine] + stalled), _ints([len(run) for run in runs] + none),
+            _ints(np.concatenate(runs)) if runs else b"", _ints([window.num_rows - 1 for window in mine] + none), blocks, self._runner.prefix_wait_s)
 
     def _apply_slots(self, plan: StepPlan) -> None:
         """Everything before the forward: slots, rows, poison, tail copies, new pages."""
@@ -199,46 +218,35 @@ class Executor:
             self._poison_new(np.frombuffer(load.device_pages, np.int32))
         return self._copies.begin(plan)
 
-    def _compute(self, plan: StepPlan, batch: StepBatch, mine: list[Sampled], gate: LayerGate) -> tuple[np.ndarray, list[LogprobBlock]]:
-        """Forward and sampling. Returns the tokens int64 of `mine` and this rank's log probabilities."""
+    def _compute(self, plan: StepPlan, batch: StepBatch, mine: list[Window], gate: LayerGate) -> tuple[list[np.ndarray], list[LogprobBlock]]:
+        """Drafting, forward, sampling, draft extend. Returns the tokens int64 [c] of each of `mine`, and this rank's log probabilities."""
         if not batch.entries:
-            return np.zeros(0, np.int64), []
+            return [], []
         split = self._runner.split(batch.entries)
         self._threads.for_step(split.max_length)
+        self._drafter.draft(batch.windows, batch.tokens)
         # On every rank, whose tokens are wanted on all of them: the ranks of an expert layer must know how many rows each has.
         scored = [found for extend, first in zip(plan.extends, batch.firsts.tolist()) if (found := self._scored_prompt(extend, first)) is not None]
-        outputs = np.unique(np.concatenate([np.array([sample.last_row for sample in batch.samples], np.int64), *(prompt.rows for prompt in scored)]))
-        forward = self._runner.forward(batch.entries, batch.num_extends, batch.tokens, split, outputs, gate)
+        rows = self._runner.rows(batch.entries, batch.num_extends, split)
+        forward = self._runner.forward(rows, batch.tokens, self._outputs(batch, scored), gate)
         if self._poison:
             assert bool(forward.hidden.isfinite().all()), f"rank {self.rank}, step {plan.step}: a poisoned row was read"
-        for i, (entry, first) in enumerate(zip(batch.entries, batch.firsts.tolist())):
-            self._table.fed(entry.slot, batch.tokens[first:first + entry.num_tokens], known=i < batch.num_extends)
+        for entry, first in zip(batch.entries[:batch.num_extends], batch.firsts.tolist()):
+            self._table.fed(entry.slot, batch.tokens[first:first + entry.num_tokens])
         blocks = [logprobs.score_prompt(self._runner, forward.rows_of(prompt.rows), prompt, self._table.get(prompt.slot).sampling)
                   for prompt in (found.only(split.lanes(found.rows) == self.rank) for found in scored) if len(prompt.rows)]
-        if not mine:
-            return np.zeros(0, np.int64), blocks
-        logits = self._runner.logits(forward.rows_of(np.array([sample.last_row for sample in mine], np.int64)))
-        rows = [sampler.SampleRow(s.slot, s.position, self._constrained(s.slot)) for s in mine]
-        tokens = sampler.sample(logits, rows)
-        blocks += self._output_logprobs(logits, mine, tokens)
-        return tokens, blocks
+        runs, sampled_blocks = self._sampler.sample(forward, mine, batch.tokens)
+        paired = list(zip(mine, runs))
+        if self._drafter.reads_all_rows:
+            self._drafter.extend(rows, batch.following(paired), forward.hidden, batch.windows, paired, gate)
+        return runs, blocks + sampled_blocks
 
-    def _constrained(self, slot: int) -> Slot:
-        """The slot's data, its grammar compiled if it has one."""
-        data = self._table.get(slot)
-        if data.sampling.grammar is not None and data.mask is None:
-            assert self._grammars is not None, f"rank {self.rank}: slot {slot} has a grammar, but this rank has no vocabulary"
-            data.constrain(self._grammars.mask(data.sampling.grammar))
-        return data
-
-    def _output_logprobs(self, logits: Tensor, mine: list[Sampled], tokens: np.ndarray) -> list[LogprobBlock]:
-        blocks = []
-        for i, sample in enumerate(mine):
-            params = self._table.get(sample.slot).sampling
-            if params.logprobs:
-                scored = logprobs.score(logits[i:i + 1], tokens[i:i + 1], params)
-                blocks.append(logprobs.block(sample.slot, np.array([sample.position]), tokens[i:i + 1], [scored]))
-        return blocks
+    def _outputs(self, batch: StepBatch, scored: list[logprobs.ScoredPrompt]) -> np.ndarray:
+        """int64 [M], ascending: tokens of the step whose final hidden states are wanted."""
+        if self._drafter.reads_all_rows:
+            return np.arange(len(batch.tokens))
+        windows = [np.arange(window.first_row, window.first_row + window.num_rows) for window in batch.windows]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *windows, *(prompt.rows for prompt in scored)]))
 
     def _scored_prompt(self, extend: Extend, first: int) -> logprobs.ScoredPrompt | None:
         """Prompt tokens to score, by all ranks together; the row at position i scores the token at i + 1."""
@@ -253,15 +261,23 @@ class Executor:
             return None
         return logprobs.ScoredPrompt(extend.slot, first + wanted.nonzero()[0], positions[wanted], known[wanted])
 
-    def _exchange(self, samples: list[Sampled], mine: list[Sampled], tokens: np.ndarray) -> np.ndarray:
-        """The one exchange that ends a step, also its fence: int64 [samples] tokens of all ranks."""
+    def _exchange(self, windows: list[Window], mine: list[Window], runs: list[np.ndarray]) -> list[np.ndarray]:
+        """The one exchange that ends a step, also its fence: the tokens int64 [c] of the windows of all ranks."""
         if self.groups.step.size == 1:
-            return tokens
-        found = {sample.slot: token for sample, token in zip(mine, tokens.tolist())}
-        own = torch.tensor([found.get(sample.slot, -1) for sample in samples] or [-1], dtype=torch.int64)
-        every = self.groups.step.all_gather(own).amax(0).numpy()[:len(samples)]
-        assert (every >= 0).all(), f"rank {self.rank}, step {self._step}: no rank sampled some of {[s.slot for s in samples]}"
-        return every
+            return runs
+        found = {window.slot: run for window, run in zip(mine, runs)}
+        own = torch.full((max(len(windows), 1), max((window.num_rows for window in windows), default=1)), UNKNOWN, dtype=torch.int64)
+        for i, window in enumerate(windows):
+            if window.slot in found:
+                own[i, :len(found[window.slot])] = torch.from_numpy(found[window.slot])
+        every = self.groups.step.all_gather(own).amax(0).numpy()  # [windows, most rows]
+        counts = (every != UNKNOWN).sum(1)[:len(windows)]
+        assert (counts > 0).all(), f"rank {self.rank}, step {self._step}: no rank sampled some of {[window.slot for window in windows]}"
+        return [row[:count] for row, count in zip(every, counts.tolist())]
+
+
+def _ints(values: Sequence[int] | np.ndarray) -> bytes:
+    return np.asarray(values, np.int32).tobytes()
 
 
 def _no_report(step: int, layer: int) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor
 from sglane.distributed.groups import Groups
 from sglane.forward.expert_rows import expert_rows
 from sglane.forward.forward_batch import ForwardBatch, LayerHooks
-from sglane.forward.layer_hooks import OPEN_GATE, LayerGate
+from sglane.forward.layer_hooks import NO_HOOKS, OPEN_GATE, LayerGate
 from sglane.forward.token_split import Entry, TokenSplit, split_tokens
 from sglane.layers.attention.indexer import SelectionTap
 from sglane.layers.attention.paged import PagedAttention
 from sglane.layers.attention.prefetch import PrefetchThread, PrefixReader
-from sglane.layers.attention.prefix import PrefixPages, prefix_pages
-from sglane.layers.attention.step_view import StepRules, build_view
+from sglane.layers.attention.prefix import prefix_pages
+from sglane.layers.attention.step_view import StepRows, StepRules, build_view
 from sglane.model_executor.kv_pool import KVPool
 
 
@@ -24,6 +24,9 @@ class ModelSizes(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
 
     @property
     def context_length(self) -> int:
@@ -55,6 +58,11 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [m, hidden] of the batch's `outputs` after the final norm."""
+        ...
+
+    def draft(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        """The draft layer, of models that were loaded with it. Each row's token is the one after it; hidden [n, hidden] of the same rows after the
+        final norm. Returns [m, hidden] of the batch's `outputs`, after the layer's own norm."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -98,32 +106,52 @@ class ModelRunner:
     def split(self, entries: list[Entry]) -> TokenSplit:
         return split_tokens(entries, self._page_size, self._exchange.size)
 
-    def forward(self, entries: list[Entry], num_extends: int, tokens: np.ndarray, split: TokenSplit, outputs: np.ndarray,
-                gate: LayerGate = OPEN_GATE) -> StepForward:
-        """entries: `num_extends` extends, then continues; tokens int64 [T] in global order; outputs int64 [M], ascending: tokens of all
-        ranks, by their place in that order, whose hidden states are wanted; each rank returns its own. Every rank calls it, also without local
-        tokens, with the same arguments. gate: what this rank's layers wait for."""
+    def rows(self, entries: list[Entry], num_extends: int, split: TokenSplit) -> StepRows:
+        """entries: `num_extends` extends, then continues. Every rank calls it with the same arguments."""
         exchange = self._exchange
-        local = split.local(exchange.rank)
-        lanes = split.lanes(outputs)
-        own = outputs[lanes == exchange.rank]
-        max_outputs = int(np.bincount(lanes, minlength=1).max())
         view = build_view(entries, num_extends, split, exchange.rank, exchange.size, self._page_size, self._device, self._rules)
-        with PrefixReader(self._prefix_pages(), view.prefix, self._prefetch_thread, gate) as prefix:
-            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), view, exchange, prefix, self._tap,
-                                       gate)
-            batch = ForwardBatch(torch.from_numpy(tokens[local]).to(self._device), torch.from_numpy(split.positions[local]).to(self._device),
-                                 torch.from_numpy(np.searchsorted(local, own)).to(self._device), attention, self._hooks,
-                                 expert_rows(self._experts, split.max_length), expert_rows(self._experts, max_outputs))
-            hidden = self._model.forward(batch)
+        return StepRows(split, split.local(exchange.rank), view)
+
+    def forward(self, rows: StepRows, tokens: np.ndarray, outputs: np.ndarray, gate: LayerGate = OPEN_GATE) -> StepForward:
+        """tokens int64 [T] in global order, those of other ranks may be anything; outputs int64 [M], ascending: tokens of all ranks, by their place
+        in that order, whose hidden states are wanted; each rank returns its own. Every rank calls it, also without local tokens, with the same
+        outputs. gate: what this rank's layers wait for."""
+        lanes = rows.split.lanes(outputs)
+        own = outputs[lanes == self._exchange.rank]
+        max_outputs = int(np.bincount(lanes, minlength=1).max())
+        with self._prefix("target.", rows, gate) as prefix:
+            attention = PagedAttention(self._pool.plane("target.kv"), self._pool.planes.get("target.index"), rows.view, self._exchange, prefix,
+                                       self._tap, gate)
+            hidden = self._model.forward(self._batch(rows, tokens, own, max_outputs, attention, self._hooks))
         self.prefix_wait_s += prefix.waited_s
         return StepForward(hidden, own)
 
-    def _prefix_pages(self) -> dict[str, PrefixPages]:
-        """How the prefixes of the model's planes come here; the draft's planes are read by the draft."""
+    def draft(self, rows: StepRows, tokens: np.ndarray, hidden: Tensor, own: np.ndarray, max_outputs: int, *, ends_step: bool,
+              gate: LayerGate = OPEN_GATE) -> Tensor:
+        """One pass of the draft layer over the same rows. tokens int64 [T], global order: the token after each row; hidden [n, hidden] of the local
+        rows. Returns [m, hidden] of this rank's tokens `own` int64 [m], ascending; max_outputs: those of the rank that has most. ends_step: the
+        rows of the draft planes are final."""
+        with self._prefix("draft.", rows, gate) as prefix:
+            attention = PagedAttention(self._pool.plane("draft.kv"), self._pool.planes.get("draft.index"), rows.view, self._exchange, prefix,
+                                       None, gate)
+            hooks = self._hooks if ends_step else NO_HOOKS
+            found = self._model.draft(self._batch(rows, tokens, own, max_outputs, attention, hooks), hidden)
+        self.prefix_wait_s += prefix.waited_s
+        return found
+
+    def _batch(self, rows: StepRows, tokens: np.ndarray, own: np.ndarray, max_outputs: int, attention: PagedAttention,
+               hooks: LayerHooks) -> ForwardBatch:
+        local, device = rows.local, self._device
+        return ForwardBatch(torch.from_numpy(tokens[local]).to(device), torch.from_numpy(rows.split.positions[local]).to(device),
+                            torch.from_numpy(np.searchsorted(local, own)).to(device), attention, hooks,
+                            expert_rows(self._experts, rows.split.max_length), expert_rows(self._experts, max_outputs))
+
+    def _prefix(self, kind: str, rows: StepRows, gate: LayerGate) -> PrefixReader:
+        """kind: the beginning of the planes' names: the draft's are read by the draft, when the target has been computed."""
         pool = self._pool
-        return {name: prefix_pages(plane, pool.lanes.get(name, []), self._prefetch_exchange) for name, plane in pool.planes.items()
-                if name.startswith("target.")}
+        pages = {name: prefix_pages(plane, pool.lanes.get(name, []), self._prefetch_exchange) for name, plane in pool.planes.items()
+                 if name.startswith(kind)}
+        return PrefixReader(pages, rows.view.prefix, self._prefetch_thread, gate)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] -> float32 [m, V]."""

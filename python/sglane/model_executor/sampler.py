@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglane.model_executor.slot_table import Slot
+from sglane.model_executor.slot_table import Slot, TokenHistory
 from sglane.plan.io_struct import SamplingParams
 
 #: Purposes of noise: one independent stream each.
@@ -13,6 +13,7 @@ PURPOSE_SAMPLE = 0
 #: Candidates tried before a row's whole vocabulary is sorted for top-p / top-k.
 NUM_CANDIDATES = 256
 
+NOTHING = np.zeros(0, np.int64)
 _MASK = (1 << 64) - 1
 
 
@@ -23,11 +24,19 @@ class SampleRow:
     slot: int
     position: int
     data: Slot
+    pending: np.ndarray = NOTHING  # int64 [m] tokens of this step in front of it, which the slot does not have yet
 
     @property
     def num_outputs(self) -> int:
         """Output tokens of the request before this one."""
         return self.position - self.data.num_prompt_tokens
+
+    def history(self, history: TokenHistory) -> np.ndarray:
+        """int32 [position]: all tokens before this one."""
+        tokens = history.tokens()
+        tokens = np.concatenate((tokens, self.pending.astype(np.int32))) if len(self.pending) else tokens
+        assert len(tokens) == self.position, f"slot {self.slot}: {len(tokens)} tokens of history at position {self.position}"
+        return tokens
 
 
 def uniform(seed: int, position: int, purpose: int) -> float:
@@ -65,15 +74,14 @@ def _is_greedy(params: SamplingParams) -> bool:
 
 def _is_adjusted(row: SampleRow) -> bool:
     params = row.data.sampling
-    return row.data.history is not None or bool(params.logit_bias) or row.num_outputs < params.min_new_tokens
+    return params.needs_history() or bool(params.logit_bias) or row.num_outputs < params.min_new_tokens
 
 
 def _adjust(logits: Tensor, row: SampleRow) -> None:
     """Penalties, bias, minimum length and grammar, in place on one row float32 [V]."""
     params, device = row.data.sampling, logits.device
     if row.data.history is not None:
-        tokens = row.data.history.tokens()
-        assert len(tokens) == row.position, f"slot {row.slot}: {len(tokens)} tokens of history at position {row.position}"
+        tokens = row.history(row.data.history)
         if params.repetition_penalty != 1.0:  # prompt and output
             seen = torch.from_numpy(np.unique(tokens).astype(np.int64)).to(device)
             values = logits[seen]
@@ -90,7 +98,7 @@ def _adjust(logits: Tensor, row: SampleRow) -> None:
         stops = [token for token in params.stop_token_ids if 0 <= token < vocab_size]  # others cannot be sampled
         logits[torch.tensor(stops, dtype=torch.int64, device=device)] = float("-inf")
     if row.data.mask is not None and row.data.history is not None:
-        row.data.mask.apply(logits, row.data.history.tokens()[row.data.num_prompt_tokens:])
+        row.data.mask.apply(logits, row.history(row.data.history)[row.data.num_prompt_tokens:])
 
 
 def _sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:

@@ -21,7 +21,7 @@ class TokenMask(Protocol):
 
 
 class TokenHistory:
-    """All tokens of one slot by position; kept only for requests with penalties or a grammar."""
+    """All tokens of one slot by position; kept for requests with penalties or a grammar, or, if drafts are looked up in it, for all."""
 
     def __init__(self, tokens: np.ndarray):
         self._buffer = np.empty(max(64, 2 * len(tokens)), np.int32)
@@ -43,12 +43,12 @@ class TokenHistory:
 class Slot:
     """Request data of a taken slot that is not an array element."""
 
-    def __init__(self, start: SlotStart):
+    def __init__(self, start: SlotStart, keeps_history: bool):
         self.sampling: SamplingParams = start.sampling
         self.num_prompt_tokens = start.num_prompt_tokens
         self.mask: TokenMask | None = None  # made on the rank that samples, when it samples first
         self.history: TokenHistory | None = None
-        if start.sampling.needs_history():
+        if keeps_history:
             self.history = TokenHistory(np.frombuffer(start.history, np.int32))
 
     def constrain(self, mask: TokenMask) -> None:
@@ -59,9 +59,10 @@ class Slot:
 class SlotTable:
     """Replicated on every rank; changed only by plans and by the step exchange."""
 
-    def __init__(self, num_slots: int, max_pages_per_slot: int, page_size: int, page_ids: range):
-        """page_ids: pages that exist, sink rows not among them."""
+    def __init__(self, num_slots: int, max_pages_per_slot: int, page_size: int, page_ids: range, keeps_history: bool = False):
+        """page_ids: pages that exist, sink rows not among them. keeps_history: of every slot, not only of those that need it."""
         self.page_size = page_size
+        self._keeps_history = keeps_history
         self._page_ids = page_ids
         self._rows = np.zeros((num_slots, max_pages_per_slot), np.int32)
         self._num_pages = np.zeros(num_slots, np.int64)
@@ -77,9 +78,10 @@ class SlotTable:
     def start(self, start: SlotStart) -> None:
         if start.slot in self._slots:
             raise SlotError(f"slot {start.slot} is started, but it is taken")
-        if start.sampling.needs_history() and len(start.history) != 4 * start.num_cached_tokens:
+        keeps_history = self._keeps_history or start.sampling.needs_history()
+        if keeps_history and len(start.history) != 4 * start.num_cached_tokens:
             raise SlotError(f"slot {start.slot}: {len(start.history) // 4} tokens of history for {start.num_cached_tokens} cached tokens")
-        self._slots[start.slot] = Slot(start)
+        self._slots[start.slot] = Slot(start, keeps_history)
         self._num_pages[start.slot] = 0
         self._lengths[start.slot] = start.num_cached_tokens
         self._last_tokens[start.slot] = -1
@@ -102,19 +104,21 @@ class SlotTable:
             raise SlotError(f"slot {update.slot}: row update up to page {update.first_page + len(pages)} of {self._num_pages[update.slot]}")
         self._rows[update.slot, update.first_page:update.first_page + len(pages)] = pages
 
-    def fed(self, slot: int, tokens: np.ndarray, *, known: bool) -> None:
-        """Rows of `tokens` were written. known: the tokens are new to the history (an extend), not sampled before."""
+    def fed(self, slot: int, tokens: np.ndarray) -> None:
+        """An extend has written the rows of `tokens`."""
         self._lengths[slot] += len(tokens)
         history = self._get(slot).history
-        if known and history is not None:
+        if history is not None:
             history.append(tokens)
 
-    def sampled(self, slot: int, token: int) -> None:
-        """`token` follows the last fed row."""
-        self._last_tokens[slot] = token
+    def sampled(self, slot: int, tokens: np.ndarray, num_rows: int) -> None:
+        """`tokens` int64 [c] follow what is known; the rows of the last known token and of all of them but the last are valid: num_rows = c, or 0
+        after an extend, which has counted its rows itself."""
+        self._lengths[slot] += num_rows
+        self._last_tokens[slot] = tokens[-1]
         history = self._get(slot).history
         if history is not None:
-            history.append(np.array([token], np.int32))
+            history.append(tokens)
 
     def pages(self, slot: int) -> np.ndarray:
         """int32 [num_pages], a view."""
@@ -132,6 +136,12 @@ class SlotTable:
 
     def get(self, slot: int) -> Slot:
         return self._get(slot)
+
+    def history(self, slot: int) -> np.ndarray:
+        """int32 [length + 1], a view: all known tokens, if this table keeps them."""
+        history = self._get(slot).history
+        assert history is not None, f"slot {slot}: its tokens were not kept"
+        return history.tokens()
 
     def row_capacity(self) -> int:
         """Tokens that a full row covers."""

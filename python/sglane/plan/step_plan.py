@@ -4,8 +4,9 @@ Arrays travel as raw little-endian bytes (`np.ndarray.tobytes`); the element typ
 delta: the executors keep the slot table, so a decode step carries little more than slot ids and new pages.
 
 An executor carries out a `StepPlan` in this order:
-    releases > row updates > poison (debug) > starts > tail copies > loads and backups of earlier rows begin > extends and continues (one
-    forward; the backup of a layer's new rows begins when the layer has been computed) > sampling > step exchange
+    releases > row updates > poison (debug) > starts > tail copies > loads and backups of earlier rows begin > drafting > extends and continues
+    (one forward; the backup of a layer's new rows begins when the layer has been computed) > sampling and acceptance > draft extend (the draft layer's
+    rows of the same tokens) > step exchange
 and answers with exactly one `StepResult`. Loads and backups are tickets: they end when they end, and each lane that has pages of one says so
 with a `TicketEnded`. Plans are numbered consecutively from 1; a gap is fatal.
 """
@@ -30,7 +31,8 @@ class SlotStart(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int  # valid KV rows that already exist (after the tail copy); the first extend starts here
     num_prompt_tokens: int  # tokens before this position are prompt, the rest is output (also after a retraction)
     sampling: SamplingParams
-    history: bytes = b""  # int32 [num_cached_tokens], only for penalties and grammars: the tokens whose rows are not recomputed
+    #: int32 [num_cached_tokens], only where the executors need all tokens (penalties, grammars, prompt lookup): those whose rows are not recomputed
+    history: bytes = b""
 
 
 class TailCopy(msgspec.Struct, frozen=True, array_like=True):

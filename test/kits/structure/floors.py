@@ -21,13 +21,14 @@ FLOORS = {
     "server_args": 2,
     "observability": 3, "entrypoints": 4,
     "mem_cache": 3, "managers": 4,
-    "distributed": 3, "forward": 4, "layers": 5, "models": 6, "model_executor": 7,
+    "distributed": 3, "forward": 4, "layers": 5, "models": 6, "speculative": 7, "model_executor": 8,
     "launch_server": 9,
 }
 TOWERS = {
     "observability": "front", "entrypoints": "front",
     "mem_cache": "planner", "managers": "planner",
-    "distributed": "executor", "forward": "executor", "layers": "executor", "models": "executor", "model_executor": "executor",
+    "distributed": "executor", "forward": "executor", "layers": "executor", "models": "executor", "speculative": "executor",
+    "model_executor": "executor",
 }
 #: What the planner's processes must never load, directly or through another module of ours.
 HEAVY = ("torch", "transformers")

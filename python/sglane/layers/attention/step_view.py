@@ -105,6 +105,15 @@ class StepView:
         return max((part.num_keys for part in self.extends), default=0)
 
 
+@dataclass(frozen=True)
+class StepRows:
+    """The tokens of one forward, and where their keys are: the same for the target and the draft layer."""
+
+    split: TokenSplit
+    local: np.ndarray  # int64 [n] this rank's, by their place in the global order
+    view: StepView
+
+
 def build_view(entries: list[Entry], num_extends: int, split: TokenSplit, rank: int, cp_size: int, page_size: int,
                device: torch.device, rules: StepRules) -> StepView:
     """entries: `num_extends` extends, then continues of one token each."""
