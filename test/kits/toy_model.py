@@ -96,7 +96,7 @@ class ToyModel:
         return self.logits(self.forward(ForwardBatch(ids, every, every, NaiveAttention(), NoHooks())))
 
     def draft_states(self, tokens: list[int], chained: int = 0) -> tuple[Tensor, list[int]]:
-        """What the draft layer gives for the rows of tokens [0, T - 1), by naive attention: [T - 1, hidden], and, if chained > 0, that many drafts."""
+        """The draft layer's output for rows [0, T - 1), [T - 1, hidden], by naive attention, and `chained` drafts."""
         ids, every = torch.tensor(tokens), torch.arange(len(tokens))
         hidden = self.forward(ForwardBatch(ids, every, every, NaiveAttention(), NoHooks()))[:-1]
         following, drafts = list(tokens[1:]), []

@@ -169,8 +169,9 @@ class Executor:
         stalled = [slot for slot, lane in batch.stalled if lane == self.rank]
         none = [0] * len(stalled)
         return StepResult(
-            plan.step, self.rank, _ints([window.slot for window in mine] + stalled), _ints([len(run) for run in runs] + none),
-            _ints(np.concatenate(runs)) if runs else b"", _ints([window.num_rows - 1 for window in mine] + none), blocks, self._runner.prefix_wait_s)
+            plan.step, self.rank, slots=_ints([window.slot for window in mine] + stalled), num_tokens=_ints([len(run) for run in runs] + none),
+            num_drafts=_ints([window.num_rows - 1 for window in mine] + none), tokens=_ints(np.concatenate(runs)) if runs else b"",
+            logprobs=blocks, prefix_wait_s=self._runner.prefix_wait_s)
 
     def _apply_slots(self, plan: StepPlan) -> None:
         """Everything before the forward: slots, rows, poison, tail copies, new pages."""

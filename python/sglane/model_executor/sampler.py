@@ -1,4 +1,5 @@
 """From logits to tokens. Noise is a function of (seed, position, purpose), so batch mates and slots never matter."""
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ PURPOSE_SAMPLE = 0
 #: Candidates tried before a row's whole vocabulary is sorted for top-p / top-k.
 NUM_CANDIDATES = 256
 
-NOTHING = np.zeros(0, np.int64)
 _MASK = (1 << 64) - 1
 
 
@@ -24,7 +24,7 @@ class SampleRow:
     slot: int
     position: int
     data: Slot
-    pending: np.ndarray = NOTHING  # int64 [m] tokens of this step in front of it, which the slot does not have yet
+    pending: Sequence[int] = ()  # tokens of this step in front of it, which the slot does not have yet
 
     @property
     def num_outputs(self) -> int:
@@ -34,7 +34,7 @@ class SampleRow:
     def history(self, history: TokenHistory) -> np.ndarray:
         """int32 [position]: all tokens before this one."""
         tokens = history.tokens()
-        tokens = np.concatenate((tokens, self.pending.astype(np.int32))) if len(self.pending) else tokens
+        tokens = np.concatenate((tokens, np.array(self.pending, np.int32))) if len(self.pending) else tokens
         assert len(tokens) == self.position, f"slot {self.slot}: {len(tokens)} tokens of history at position {self.position}"
         return tokens
 

@@ -43,12 +43,12 @@ class TokenHistory:
 class Slot:
     """Request data of a taken slot that is not an array element."""
 
-    def __init__(self, start: SlotStart, keeps_history: bool):
+    def __init__(self, start: SlotStart, keeps_history: bool = False):
         self.sampling: SamplingParams = start.sampling
         self.num_prompt_tokens = start.num_prompt_tokens
         self.mask: TokenMask | None = None  # made on the rank that samples, when it samples first
         self.history: TokenHistory | None = None
-        if keeps_history:
+        if keeps_history or start.sampling.needs_history():
             self.history = TokenHistory(np.frombuffer(start.history, np.int32))
 
     def constrain(self, mask: TokenMask) -> None:
@@ -78,10 +78,9 @@ class SlotTable:
     def start(self, start: SlotStart) -> None:
         if start.slot in self._slots:
             raise SlotError(f"slot {start.slot} is started, but it is taken")
-        keeps_history = self._keeps_history or start.sampling.needs_history()
-        if keeps_history and len(start.history) != 4 * start.num_cached_tokens:
+        if (self._keeps_history or start.sampling.needs_history()) and len(start.history) != 4 * start.num_cached_tokens:
             raise SlotError(f"slot {start.slot}: {len(start.history) // 4} tokens of history for {start.num_cached_tokens} cached tokens")
-        self._slots[start.slot] = Slot(start, keeps_history)
+        self._slots[start.slot] = Slot(start, self._keeps_history)
         self._num_pages[start.slot] = 0
         self._lengths[start.slot] = start.num_cached_tokens
         self._last_tokens[start.slot] = -1

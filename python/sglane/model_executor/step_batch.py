@@ -33,7 +33,7 @@ class StepBatch:
     def following(self, runs: list[tuple[Window, np.ndarray]]) -> np.ndarray:
         """int64 [T]: the token after each row. runs: windows with their new tokens int64 [c]; after rows that were not accepted comes anything."""
         tokens = np.append(self.tokens[1:], UNKNOWN)
-        ends = self.firsts[:self.num_extends] + [entry.num_tokens for entry in self.entries[:self.num_extends]]
+        ends = self.firsts[:self.num_extends] + np.array([entry.num_tokens for entry in self.entries[:self.num_extends]], np.int64)
         tokens[ends - 1] = self.lookaheads
         for window, run in runs:
             tokens[window.first_row:window.first_row + len(run)] = run

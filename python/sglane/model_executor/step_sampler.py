@@ -42,7 +42,7 @@ class StepSampler:
         logits = self._runner.logits(forward.rows_of(rows))  # [rows of all windows, V]
         data = [self._constrained(window.slot) for window in windows]
 
-        def pick(going: list[int], taken: list[np.ndarray]) -> np.ndarray:
+        def pick(going: list[int], taken: list[list[int]]) -> np.ndarray:
             index = [firsts[i] + len(run) for i, run in zip(going, taken)]
             chosen = logits if len(index) == len(logits) else logits[index]
             return sampler.sample(chosen, [sampler.SampleRow(windows[i].slot, windows[i].start + 1 + len(run), data[i], run)

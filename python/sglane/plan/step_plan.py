@@ -5,8 +5,8 @@ delta: the executors keep the slot table, so a decode step carries little more t
 
 An executor carries out a `StepPlan` in this order:
     releases > row updates > poison (debug) > starts > tail copies > loads and backups of earlier rows begin > drafting > extends and continues
-    (one forward; the backup of a layer's new rows begins when the layer has been computed) > sampling and acceptance > draft extend (the draft layer's
-    rows of the same tokens) > step exchange
+    (one forward; the backup of a layer's new rows begins when the layer has been computed) > sampling and acceptance > draft extend (the draft
+    layer's rows of the same tokens) > step exchange
 and answers with exactly one `StepResult`. Loads and backups are tickets: they end when they end, and each lane that has pages of one says so
 with a `TicketEnded`. Plans are numbered consecutively from 1; a gap is fatal.
 """

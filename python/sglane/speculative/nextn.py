@@ -1,9 +1,9 @@
 """EAGLE chain, top-k 1, over the model's own NextN layer.
 
-Row i of the draft layer takes the embedding of token i + 1 and the target's hidden state i after the final norm; its output g[i], after the layer's own
-norm, gives token i + 2 through the target's head. Every step ends with a pass over all its rows (draft extend), so the draft planes have exactly the
-rows that the target planes have. The g of a slot's last row is its chain state. A window's first draft comes from it, the next ones from passes over
-scratch rows, in which g of the row before stands for the hidden state that is not known yet; the draft extend overwrites them.
+Row i of the draft layer takes the embedding of token i + 1 and the target's hidden state i after the final norm; its output g[i], after the layer's
+own norm, gives token i + 2 through the target's head. Every step ends with a pass over all its rows (draft extend), so the draft planes have exactly
+the rows that the target planes have. The g of a slot's last row is its chain state. A window's first draft comes from it, the next ones from passes
+over scratch rows, in which g of the row before stands for the hidden state that is not known yet; the draft extend overwrites them.
 """
 from collections.abc import Sequence
 from typing import Protocol

@@ -128,28 +128,34 @@ def _weights(scores: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """One query row per entry. q [b, Hkv, G, D], k [b, T, Hkv, D], v [b, T, Hkv, Dv], hidden bool [b, T] (True = masked) or None.
+    """r query rows per entry over the same keys. q [b, r, Hkv, G, D], k [b, T, Hkv, D], v [b, T, Hkv, Dv], hidden bool [b, r, T] (True = masked) or
+    None.
 
-    Every entry has at least one visible key. Returns o [b, Hkv, G, Dv] and, if wanted, the log-sum-exp float32 [b, Hkv, G];
+    Every query has at least one visible key. Returns o [b, r, Hkv, G, Dv] and, if wanted, the log-sum-exp float32 [b, r, Hkv, G];
     o is float32 then, else of q's type.
     """
-    b, num_kv_heads, group, head_dim = q.shape
+    b, num_rows, num_kv_heads, group, head_dim = q.shape
     num_keys, value_dim = k.shape[1], v.shape[3]
+    parts = (b, num_kv_heads, num_rows, group)
+    q = q.transpose(1, 2).reshape(b, num_kv_heads, num_rows * group, head_dim)
     if not want_lse and _fused_is_faster(q, k, value_dim):
-        visible = None if hidden is None else hidden.logical_not()[:, None, None]
+        visible = None
+        if hidden is not None:
+            visible = hidden.logical_not() if num_rows == 1 else hidden.logical_not().repeat_interleave(group, 1)
+            visible = visible.unsqueeze(1)  # [b, 1, 1 or r * G, T]
         o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), visible, scale=scale)
-        return o, None
-    queries = (q * scale).reshape(b * num_kv_heads, group, head_dim)
+        return o.view(*parts, value_dim).transpose(1, 2), None
+    queries = (q * scale).flatten(0, 1)
     keys = k.transpose(1, 2).reshape(b * num_kv_heads, num_keys, head_dim)
     values = v.transpose(1, 2).reshape(b * num_kv_heads, num_keys, value_dim)
-    scores = _row_scores(queries, keys)  # [b * Hkv, G, T]
+    scores = _row_scores(queries, keys)  # [b * Hkv, r * G, T]
     if hidden is not None:
-        scores.view(b, num_kv_heads * group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
+        scores.view(*parts, num_keys).masked_fill_(hidden[:, None, :, None], float("-inf"))
     if not want_lse:
-        return torch.bmm(scores.softmax(-1), values).view(b, num_kv_heads, group, value_dim), None
+        return torch.bmm(scores.softmax(-1), values).view(*parts, value_dim).transpose(1, 2), None
     weights, lse = _weights(scores, values.dtype)
     o = torch.bmm(weights, values).float()
-    return o.view(b, num_kv_heads, group, value_dim), lse.view(b, num_kv_heads, group)
+    return o.view(*parts, value_dim).transpose(1, 2), lse.view(parts).transpose(1, 2)
 
 
 def _fused_is_faster(q: Tensor, k: Tensor, value_dim: int) -> bool:

@@ -127,7 +127,7 @@ def select_queries(q: Tensor, weights: Tensor, plane: Plane, layer: int, part: Q
         found = _bucket_candidates(q, weights, plane, layer, bucket, k)
         count = found[0].shape[1]
         for target, values in zip((scores, rows, offsets, positions), found):
-            target[bucket.index, :count] = values
+            target[bucket.index.view(-1), :count] = values
     for extend in part.extends:
         here = slice(extend.first, extend.first + len(extend.positions))
         found = _extend_candidates(q[here], weights[here], plane, layer, extend, k)
@@ -154,18 +154,21 @@ def _extend_candidates(q: Tensor, weights: Tensor, plane: Plane, layer: int, ext
 
 def _bucket_candidates(q: Tensor, weights: Tensor, plane: Plane, layer: int, bucket: DecodeBucket,
                        k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best k keys of this lane: scores, rows, offsets, positions, each [b, min(k, num_keys)], ascending positions; hidden ones score -inf."""
+    """The best k keys of this lane: scores, rows, offsets, positions, each [b * r, min(k, num_keys)], ascending positions; hidden ones score -inf."""
     keys = bucket_rows(plane, layer, bucket).float()  # [b, T, Di]
-    products = torch.bmm(q[bucket.index], keys.transpose(1, 2)).relu_()  # [b, Hi, T]
-    scores = torch.bmm(weights[bucket.index].unsqueeze(1), products).squeeze(1)
+    b, num_rows = bucket.index.shape
+    products = torch.bmm(q[bucket.index].flatten(1, 2), keys.transpose(1, 2)).relu_()  # [b, r * Hi, T]
+    products = products.view(b * num_rows, q.shape[1], -1)
+    scores = torch.bmm(weights[bucket.index.view(-1)].unsqueeze(1), products).squeeze(1)  # [b * r, T]
     if bucket.hidden is not None:
-        scores.masked_fill_(bucket.hidden, float("-inf"))
-    best = select_topk(scores, k)  # [b, k]
+        scores.masked_fill_(bucket.hidden.flatten(0, 1), float("-inf"))
+    best = select_topk(scores, k)  # [b * r, k]
     best_scores = scores.gather(1, best)
     page, offset = best // plane.page_size, best % plane.page_size
     valid = best_scores > float("-inf")
-    rows = bucket.rows.gather(1, page).masked_fill(~valid, 0)  # padding reads the zero row
-    return best_scores, rows, offset, bucket.page_starts.gather(1, page) + offset
+    every_rows, page_starts = (x.repeat_interleave(num_rows, 0) if num_rows > 1 else x for x in (bucket.rows, bucket.page_starts))
+    rows = every_rows.gather(1, page).masked_fill(~valid, 0)  # padding reads the zero row
+    return best_scores, rows, offset, page_starts.gather(1, page) + offset
 
 
 def _compact(rows: Tensor, offsets: Tensor, kept: Tensor) -> LaneSelection:
@@ -187,8 +190,8 @@ def tap_queries(tap: SelectionTap, layer: int, part: QueryPart, selection: LaneS
     """Report the sets of all gathered queries, this lane's keys only."""
     starts = {}  # (query, pool row) -> position of the page's first token
     for bucket in part.buckets:
-        for i, index in enumerate(bucket.index.tolist()):
-            starts.update({(index, row): at for row, at in zip(bucket.rows[i].tolist(), bucket.page_starts[i].tolist()) if row})
+        for rows, page_starts, queries in zip(bucket.rows.tolist(), bucket.page_starts.tolist(), bucket.index.tolist()):
+            starts.update({(index, row): at for index in queries for row, at in zip(rows, page_starts) if row})
     for extend in part.extends:
         for i in range(len(extend.positions)):
             starts.update({(extend.first + i, row): depth * page_size for depth, row in enumerate(extend.table.tolist()) if row})

@@ -94,9 +94,10 @@ class PieceByPiece:
         hidden = ~here[some].gather(1, order)
         place = place[some].gather(1, order)
         found = rows.index_select(0, place.flatten()).view(*place.shape, 1, -1)  # [s, j, 1, ck + dr]
-        o, lse = attend_rows(self._absorbed[begin + some], found, found[..., :self._heads.latent_dim], hidden, self._heads.scale, True)
+        o, lse = attend_rows(self._absorbed[begin + some].unsqueeze(1), found, found[..., :self._heads.latent_dim], hidden.unsqueeze(1),
+                             self._heads.scale, True)
         assert lse is not None
-        self._chosen_sum.put(o.squeeze(1), lse.squeeze(1), begin + some)
+        self._chosen_sum.put(o[:, 0, 0], lse[:, 0, 0], begin + some)
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """[n, H, dv] in `dtype`, after all pieces."""
@@ -140,12 +141,12 @@ def _attend_absorbed(q: Tensor, rows: Tensor, positions: np.ndarray, heads: Head
 
 def _attend_chosen(q: Tensor, rows: Tensor, heads: Heads, chosen: Tensor) -> Tensor:
     """chosen int32 [n, k]: positions each query attends to."""
-    absorbed = heads.absorb(q).unsqueeze(1)  # [n, 1, H, ck + dr]
+    absorbed = heads.absorb(q)[:, None, None]  # [n, 1, 1, H, ck + dr]
     out = q.new_empty((len(q), q.shape[1], heads.latent_dim))
     step = max(1, SPARSE_TILE_TOKENS // chosen.shape[1])
     for begin in range(0, len(q), step):
         index = chosen[begin:begin + step]
         found = rows.index_select(0, index.flatten()).view(*index.shape, 1, -1)  # [m, k, 1, ck + dr]
         o, _ = attend_rows(absorbed[begin:begin + step], found, found[..., :heads.latent_dim], None, heads.scale, False)
-        out[begin:begin + step] = o.squeeze(1)
+        out[begin:begin + step] = o[:, 0, 0]
     return heads.values(out)

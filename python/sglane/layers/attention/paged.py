@@ -20,7 +20,7 @@ from sglane.layers.attention.keys import ExtendKeys, bucket_rows, lane_pieces
 from sglane.layers.attention.mla import Heads, PieceByPiece, attend_extend
 from sglane.layers.attention.plane import Plane
 from sglane.layers.attention.prefetch import PrefixReader
-from sglane.layers.attention.step_view import LaneExtend, QueryPart, StepView
+from sglane.layers.attention.step_view import DecodeBucket, LaneExtend, QueryPart, StepView
 
 #: Key rows gathered at once for sparse decode rows.
 SPARSE_TOKENS = 1 << 15
@@ -73,9 +73,7 @@ class PagedAttention:
         partials = self._partials(queries, head_dim, part)
         for bucket in part.buckets:
             found = bucket_rows(self._kv, layer, bucket).unflatten(2, (2, num_kv_heads, head_dim))  # [b, T, 2, Hkv, D]
-            own = queries if bucket.whole else queries[bucket.index]
-            partials.put(None if bucket.whole else bucket.index,
-                         *attend_rows(own, found[:, :, 0], found[:, :, 1], bucket.hidden, scale, partials.wants_lse))
+            partials.put(bucket, *attend_rows(bucket.of(queries), found[:, :, 0], found[:, :, 1], bucket.hidden, scale, partials.wants_lse))
         for extend in part.extends:
             own = gathered[extend.first:extend.first + len(extend.positions)]
             merged = MergedRows(*own.shape, q.device)
@@ -83,7 +81,7 @@ class PagedAttention:
                 found = piece.rows.unflatten(1, (2, num_kv_heads, head_dim)).permute(1, 2, 0, 3).contiguous()  # [2, Hkv, T, D]
                 merged.put(*attend_partial(own, found[0], found[1], piece.last_visible(extend.positions), scale))
             partials.put_extend(extend, *merged.result())
-        return partials.merged().view(-1, num_heads, head_dim)
+        return partials.merged().reshape(-1, num_heads, head_dim)
 
     def _gqa_extends(self, keys: ExtendKeys, q: Tensor, num_kv_heads: int, scale: float, out: Tensor) -> None:
         """q and out [n, H, D] of all local tokens; those of extends are filled in."""
@@ -147,9 +145,8 @@ class PagedAttention:
         if selected is None:
             for bucket in part.buckets:
                 found = bucket_rows(self._kv, layer, bucket).unsqueeze(2)  # [b, T, 1, ck + dr]
-                own = queries if bucket.whole else queries[bucket.index]
-                partials.put(None if bucket.whole else bucket.index,
-                             *attend_rows(own, found, found[..., :heads.latent_dim], bucket.hidden, heads.scale, partials.wants_lse))
+                partials.put(bucket, *attend_rows(bucket.of(queries), found, found[..., :heads.latent_dim], bucket.hidden, heads.scale,
+                                                  partials.wants_lse))
             for extend in part.extends:
                 own = absorbed[extend.first:extend.first + len(extend.positions)]
                 merged = MergedRows(len(own), own.shape[1], heads.latent_dim, own.device)
@@ -162,8 +159,8 @@ class PagedAttention:
             some = (~selected.hidden[:, 0]).nonzero()[:, 0]  # an empty lane has nothing to add
             for index in some.split(max(1, SPARSE_TOKENS // selected.rows.shape[1])):
                 found = self._kv.tokens(layer, selected.rows[index], selected.offsets[index]).unsqueeze(2)
-                partials.put(index, *attend_rows(queries[index], found, found[..., :heads.latent_dim], selected.hidden[index], heads.scale,
-                                                 partials.wants_lse))
+                partials.put(index, *attend_rows(queries[index].unsqueeze(1), found, found[..., :heads.latent_dim],
+                                                 selected.hidden[index].unsqueeze(1), heads.scale, partials.wants_lse))
         return heads.values(partials.merged().squeeze(1).to(q.dtype))
 
     def _select(self, layer: int, index: IndexInputs) -> None:
@@ -238,13 +235,15 @@ class Partials:
         self._o = queries.new_zeros((*queries.shape[:3], value_dim + 1), dtype=torch.float32)
         self._o[..., -1] = float("-inf")
 
-    def put(self, index: Tensor | None, o: Tensor, lse: Tensor | None) -> None:
-        """Results of the queries `index` [b], None: of all: o [b, Hkv, G, Dv], lse [b, Hkv, G]."""
-        found = o if lse is None else torch.cat((o, lse.unsqueeze(-1)), -1)
-        if index is None:
+    def put(self, queries: DecodeBucket | Tensor, o: Tensor, lse: Tensor | None) -> None:
+        """Results of the queries of a bucket, or int64 [b] of the step's: o [b, r, Hkv, G, Dv], lse [b, r, Hkv, G]."""
+        found = (o if lse is None else torch.cat((o, lse.unsqueeze(-1)), -1)).flatten(0, 1)
+        if not isinstance(queries, DecodeBucket):
+            self._o[queries] = found
+        elif queries.whole:
             self._o = found
         else:
-            self._o[index] = found
+            self._o[queries.index.view(-1)] = found
 
     def put_extend(self, extend: LaneExtend, o: Tensor, lse: Tensor) -> None:
         """Results of an extend's queries: float32 o [n, H, Dv], lse [n, H], -inf where this lane has no key."""

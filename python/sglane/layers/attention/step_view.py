@@ -35,17 +35,21 @@ class CurrentRows:
 
 @dataclass(frozen=True)
 class DecodeBucket:
-    """Continues of similar length whose rows in this lane are gathered together.
+    """Continues of r rows each and of similar length, whose keys in this lane are gathered together, once for all rows of a continue.
 
     Whole pages are: a width that grew with every step would make oneDNN build new kernels for every step.
     """
 
-    index: Tensor  # int64 [b] among the step's gathered queries
+    index: Tensor  # int64 [b, r] among the step's gathered queries
     whole: bool  # all of them, in their order
     rows: Tensor  # int64 [b, P] pool rows in this lane, padded with row 0
     page_starts: Tensor  # int64 [b, P] position of each page's first token
-    stale: Tensor | None  # int64: gathered rows, of [b * P * page_size], that hold no valid token; None if there are none
-    hidden: Tensor | None  # bool [b, P * page_size]: the same as a mask
+    stale: Tensor | None  # int64: gathered rows, of [b * P * page_size], that no query may see; None if there are none
+    hidden: Tensor | None  # bool [b, r, P * page_size]: what each query may not see
+
+    def of(self, queries: Tensor) -> Tensor:
+        """queries [R, ...] of the step; returns [b, r, ...] of the bucket."""
+        return queries.unflatten(0, self.index.shape) if self.whole else queries[self.index]
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class StepRows:
 
 def build_view(entries: list[Entry], num_extends: int, split: TokenSplit, rank: int, cp_size: int, page_size: int,
                device: torch.device, rules: StepRules) -> StepView:
-    """entries: `num_extends` extends, then continues of one token each."""
+    """entries: `num_extends` extends, then continues, each with all its tokens in one lane."""
     local = split.local(rank)
     bounds = np.searchsorted(split.entries[local], np.arange(len(entries) + 1))  # local tokens of entry e: [bounds[e], bounds[e + 1])
     asking = [False] * num_extends
@@ -193,8 +197,7 @@ def _query_part(entries: list[Entry], asking: np.ndarray, split: TokenSplit, lan
     for entry in (entry for entry, asks in zip(entries, asking) if asks):
         extends.append(_lane_extend(entry, first, lane, scratch_tokens))
         first += entry.num_tokens
-    continues = entries[len(asking):]
-    buckets = _lane_buckets(*_page_table(continues, lane.page_size), first, lane) if continues else []
+    buckets = _lane_buckets(entries[len(asking):], first, lane)
     return QueryPart(local, slots, positions, home, most, inverse, extends, buckets)
 
 
@@ -212,48 +215,60 @@ def _lane_extend(entry: Entry, first: int, lane: _Lane, scratch_tokens: int) -> 
     return LaneExtend(first, np.arange(entry.start, end), torch.from_numpy(table).to(lane.device), pieces)
 
 
-def _page_table(continues: list[Entry], page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Page ids int64 [C, P], keys int64 [C] and pages int64 [C] of each continue."""
-    num_keys = np.array([entry.start + 1 for entry in continues], np.int64)
-    num_pages = -(-num_keys // page_size)
-    table = np.zeros((len(continues), int(num_pages.max())), np.int64)
-    for i, entry in enumerate(continues):
-        table[i, :num_pages[i]] = entry.pages[:num_pages[i]]
-    return table, num_keys, num_pages
-
-
 def _continue_part(entries: list[Entry], begin: int, lane: _Lane) -> QueryPart:
     """Continues only; their local tokens start at `begin`."""
-    table, num_keys, num_pages = _page_table(entries, lane.page_size)
-    homes = table[np.arange(len(entries)), num_pages - 1] % lane.cp_size
+    counts = np.array([entry.num_tokens for entry in entries], np.int64)
+    starts = np.array([entry.start for entry in entries], np.int64)
+    every = np.repeat(np.arange(len(entries)), counts)
+    positions = starts[every] + np.arange(len(every)) - (np.cumsum(counts) - counts)[every]
+    homes = np.array([int(entry.pages[entry.start // lane.page_size]) % lane.cp_size for entry in entries], np.int64)[every]
     inverse, max_home = padded_places(homes, lane.cp_size)
-    return QueryPart(slice(begin, None), np.array([entry.slot for entry in entries], np.int64), num_keys - 1,
+    return QueryPart(slice(begin, None), np.array([entry.slot for entry in entries], np.int64)[every], positions,
                      torch.from_numpy(np.flatnonzero(homes == lane.rank)).to(lane.device), max_home, torch.from_numpy(inverse).to(lane.device),
-                     [], _lane_buckets(table, num_keys, num_pages, 0, lane))
+                     [], _lane_buckets(entries, 0, lane))
 
 
-def _lane_buckets(table: np.ndarray, num_keys: np.ndarray, num_pages: np.ndarray, first: int, lane: _Lane) -> list[DecodeBucket]:
-    """table int64 [C, P]; the continues are the step's queries from `first` on. In a lane, a slot is the sequence of its pages there; only the last
-    one may be partly filled."""
+def _lane_buckets(entries: list[Entry], first: int, lane: _Lane) -> list[DecodeBucket]:
+    """Continues; they are the step's queries from `first` on, and its last."""
+    counts = np.array([entry.num_tokens for entry in entries], np.int64)
+    firsts = first + np.cumsum(counts) - counts
+    buckets = []
+    for num_rows in np.unique(counts).tolist():
+        some = np.flatnonzero(counts == num_rows)
+        index = firsts[some][:, None] + np.arange(num_rows)  # [C, r]
+        is_whole = first == 0 and len(some) == len(entries)
+        buckets += _equal_buckets([entries[i] for i in some], index, is_whole, lane)
+    return buckets
+
+
+def _equal_buckets(entries: list[Entry], index: np.ndarray, is_whole: bool, lane: _Lane) -> list[DecodeBucket]:
+    """Continues of r rows each, index int64 [C, r]; is_whole: they are all queries of the step. In a lane, a slot is the sequence of its pages there;
+    only the last ones may be partly filled."""
     cp_size, page_size, device = lane.cp_size, lane.page_size, lane.device
+    starts = np.array([entry.start for entry in entries], np.int64)
+    num_pages = -(-(starts + index.shape[1]) // page_size)
+    table = np.zeros((len(entries), int(num_pages.max())), np.int64)  # [C, P]
+    for row, entry, count in zip(table, entries, num_pages.tolist()):
+        row[:count] = entry.pages[:count]
     page_at = np.arange(table.shape[1])
     mine = (page_at[None] < num_pages[:, None]) & (table % cp_size == lane.rank)  # [C, P]
     lane_pages = mine.sum(1)
     packed = np.argsort(~mine, axis=1, kind="stable")  # [C, P]: this lane's pages first, in order of position
-    filled = np.minimum(num_keys[:, None] - page_at[None] * page_size, page_size)
-    lane_keys = np.where(mine, filled, 0).sum(1)
-    some, every = np.flatnonzero(lane_pages), np.arange(len(table))
+    num_keys = starts[:, None] + 1 + np.arange(index.shape[1])  # [C, r]
+    filled = np.clip(num_keys[:, :, None] - page_at * page_size, 0, page_size)  # [C, r, P]
+    lane_keys = np.where(mine[:, None], filled, 0).sum(2)  # [C, r]
+    some = np.flatnonzero(lane_pages)
     buckets = []
     for group in decode_buckets(lane_pages[some], page_size):
-        index = every if len(group) == len(table) else some[group]
-        width = int(lane_pages[index].max())
-        place = packed[index, :width]
-        valid = np.arange(width)[None] < lane_pages[index][:, None]
-        rows = np.where(valid, np.take_along_axis(table[index], place, 1) // cp_size, 0)
-        hidden = np.arange(width * page_size)[None] >= lane_keys[index][:, None]  # [b, P * page_size]
+        is_all = is_whole and len(group) == len(table)
+        chosen = np.arange(len(table)) if len(group) == len(table) else some[group]
+        width = int(lane_pages[chosen].max())
+        place = packed[chosen, :width]
+        valid = np.arange(width)[None] < lane_pages[chosen][:, None]
+        rows = np.where(valid, np.take_along_axis(table[chosen], place, 1) // cp_size, 0)
+        hidden = np.arange(width * page_size) >= lane_keys[chosen][:, :, None]  # [b, r, P * page_size]
+        stale = np.flatnonzero(hidden[:, -1])
         buckets.append(DecodeBucket(
-            torch.from_numpy(first + index).to(device), first == 0 and index is every, torch.from_numpy(rows).to(device),
-            torch.from_numpy(place * page_size).to(device),
-            torch.from_numpy(np.flatnonzero(hidden)).to(device) if hidden.any() else None,
-            torch.from_numpy(hidden).to(device) if hidden.any() else None))
+            torch.from_numpy(index[chosen]).to(device), is_all, torch.from_numpy(rows).to(device), torch.from_numpy(place * page_size).to(device),
+            torch.from_numpy(stale).to(device) if len(stale) else None, torch.from_numpy(hidden).to(device) if hidden.any() else None))
     return buckets

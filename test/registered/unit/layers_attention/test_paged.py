@@ -137,8 +137,8 @@ def test_partial_attention_of_any_visible_counts() -> None:
 
 def test_bfloat16_rows_agree_with_float32() -> None:
     gen = torch.Generator().manual_seed(8)
-    q, k, v = (torch.randn(3, *s, generator=gen) for s in ((2, 3, 16), (40, 2, 16), (40, 2, 16)))
-    hidden = torch.arange(40)[None] >= torch.tensor([[40], [17], [1]])
+    q, k, v = (torch.randn(3, *s, generator=gen) for s in ((1, 2, 3, 16), (40, 2, 16), (40, 2, 16)))
+    hidden = (torch.arange(40)[None] >= torch.tensor([[40], [17], [1]])).unsqueeze(1)
     want, _ = blocked.attend_rows(q, k, v, hidden, 0.25, False)
     got, _ = blocked.attend_rows(q.bfloat16(), k.bfloat16(), v.bfloat16(), hidden, 0.25, False)
     torch.testing.assert_close(got.float(), want, atol=0.05, rtol=0.05)

@@ -73,12 +73,11 @@ def test_slot_rows_and_histories() -> None:
     table.append_pages(2, np.array([9], np.int32))
     table.update_row(RowUpdate(2, 1, ints([4])))
     assert table.pages(2).tolist() == [7, 4, 9] and table.length(2) == 3
-    table.fed(2, np.array([5, 6]), known=True)
-    table.sampled(2, 11)
-    table.fed(2, np.array([11]), known=False)
-    table.sampled(2, 12)
-    assert table.length(2) == 6 and table.last_token(2) == 12
-    assert table.get(2).history.tokens().tolist() == [1, 2, 3, 5, 6, 11, 12]
+    table.fed(2, np.array([5, 6]))
+    table.sampled(2, np.array([11]), 0)
+    table.sampled(2, np.array([12, 13]), 2)
+    assert table.length(2) == 7 and table.last_token(2) == 13
+    assert table.get(2).history.tokens().tolist() == [1, 2, 3, 5, 6, 11, 12, 13]
     for bad in (lambda: table.append_pages(2, np.ones(3, np.int32)), lambda: table.append_pages(2, np.array([0], np.int32)),
                 lambda: table.append_pages(2, np.array([20], np.int32)), lambda: table.update_row(RowUpdate(2, 2, ints([1, 1]))),
                 lambda: table.start(SlotStart(2, b"", 0, 1, params)), lambda: table.release(0), lambda: table.update_row(RowUpdate(1, 0, b"")),
@@ -96,7 +95,7 @@ def test_a_long_history_grows() -> None:
     table = SlotTable(1, 5, 8, range(1, 20))
     table.start(SlotStart(0, b"", 0, 10, SamplingParams(max_new_tokens=5, frequency_penalty=1.0)))
     for i in range(1000):
-        table.fed(0, np.array([i]), known=True)
+        table.fed(0, np.array([i]))
     assert table.get(0).history.tokens().tolist() == list(range(1000))
 
 
