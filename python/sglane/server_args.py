@@ -19,6 +19,8 @@ from sglane.utils.addresses import HostPort, is_wildcard
 from sglane.utils.config_file import ConfigFileError, read_config_file
 
 DEFAULT_PORT = 30000
+#: Drafts per step: of the draft layer, of prompt lookup, and the most that can be asked for.
+DEFAULT_DRAFTS, DEFAULT_LOOKUP_DRAFTS, MOST_DRAFTS = 3, 7, 16
 #: How a variable sets a switch.
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 ToolCallFormat = Literal["deepseekv31", "deepseekv32", "glm45", "glm47", "glm5", "qwen3"]
@@ -108,6 +110,18 @@ class ServerArgs:
     cp_scratch_tokens: int = arg(131072, "prefix tokens that one layer's attention holds at once, in two tiles; longer prefixes are streamed",
                                  "Context parallelism")
 
+    speculative_algorithm: Literal["EAGLE", "NEXTN", "NGRAM"] | None = arg(
+        None, "drafts that decoding verifies: EAGLE or NEXTN (the same): by the model's NextN layer; NGRAM: what followed the same tokens earlier",
+        "Speculation")
+    speculative_num_steps: int | None = arg(None, "drafts per step; default 3, with NGRAM 7", "Speculation")
+    speculative_eagle_topk: int = arg(1, "branches of a draft; only 1 is supported: a chain", "Speculation")
+    speculative_num_draft_tokens: int | None = arg(None, "tokens that a step verifies: always --speculative-num-steps + 1", "Speculation")
+    speculative_draft_model_path: str | None = arg(None, "folder with the NextN layer; default: the model's own", "Speculation",
+                                                    "--speculative-draft-model")
+    speculative_max_batch_size: int | None = arg(None, "requests that decode in a step up to which they speculate; default: always", "Speculation")
+    speculative_ngram_min_match_window_size: int = arg(1, "fewest tokens that must be the same as earlier", "Speculation")
+    speculative_ngram_max_match_window_size: int = arg(12, "most tokens that are compared", "Speculation")
+
     enable_hierarchical_cache: bool = arg(False, "keep what leaves the device in host memory, and load it back on a hit", "Hierarchical cache",
                                           "--enable-hicache")
     hicache_size: float | None = arg(None, "host memory of each rank in GB (10^9 bytes), for all planes; goes before --hicache-ratio",
@@ -160,8 +174,51 @@ class ServerArgs:
         if self.schedule_conservativeness < 0:
             raise ConfigError(f"--schedule-conservativeness must not be negative, got {self.schedule_conservativeness}")
         self._check_hicache()
+        self._check_speculation()
         self._check_nodes()
         return self
+
+    def num_drafts(self) -> int:
+        """Drafts that a step verifies at most; 0: no speculation."""
+        if self.speculative_algorithm is None:
+            return 0
+        if self.speculative_num_steps is not None:
+            return self.speculative_num_steps
+        if self.speculative_num_draft_tokens is not None:
+            return self.speculative_num_draft_tokens - 1
+        return DEFAULT_LOOKUP_DRAFTS if self.looks_up_prompts() else DEFAULT_DRAFTS
+
+    def uses_draft_layer(self) -> bool:
+        return self.speculative_algorithm in ("EAGLE", "NEXTN")
+
+    def looks_up_prompts(self) -> bool:
+        return self.speculative_algorithm == "NGRAM"
+
+    def draft_path(self) -> str | None:
+        """Folder with the draft layer; empty: the model's own; None: it is not used."""
+        return (self.speculative_draft_model_path or "") if self.uses_draft_layer() else None
+
+    def _check_speculation(self) -> None:
+        if self.speculative_algorithm is None:
+            for item in dataclasses.fields(self):
+                if item.name.startswith("speculative_") and getattr(self, item.name) != item.default:
+                    raise ConfigError(f"{flag_of(item.name)} needs --speculative-algorithm")
+            return
+        if self.speculative_eagle_topk != 1:
+            raise ConfigError(f"--speculative-eagle-topk {self.speculative_eagle_topk} is not supported: drafts are chains; use 1")
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if steps is not None and tokens is not None and tokens != steps + 1:
+            raise ConfigError(f"--speculative-num-draft-tokens {tokens} does not fit --speculative-num-steps {steps}: it must be {steps + 1}")
+        flag = "speculative_num_steps" if steps is not None or tokens is None else "speculative_num_draft_tokens"
+        if not 1 <= self.num_drafts() <= MOST_DRAFTS:
+            raise ConfigError(f"{flag_of(flag)} {getattr(self, flag)} asks for {self.num_drafts()} drafts per step; 1 to {MOST_DRAFTS} are possible")
+        if self.speculative_max_batch_size is not None and self.speculative_max_batch_size < 1:
+            raise ConfigError(f"--speculative-max-batch-size must be at least 1, got {self.speculative_max_batch_size}")
+        if self.looks_up_prompts() and self.speculative_draft_model_path is not None:
+            raise ConfigError("--speculative-draft-model-path is for EAGLE and NEXTN: NGRAM has no draft layer")
+        least, most = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
+        if not 1 <= least <= most:
+            raise ConfigError(f"--speculative-ngram-min-match-window-size {least} must be between 1 and the largest one, which is {most}")
 
     def _check_hicache(self) -> None:
         refused = {

@@ -32,11 +32,19 @@ class DenseAttention:
 
     def hidden(self, model, tokens: Tensor) -> Tensor:
         """Feed tokens int64 [n] at the next positions; returns hidden [n, hidden] after the final norm."""
+        with torch.inference_mode():
+            return model.forward(self._batch(tokens))
+
+    def draft(self, model, following: Tensor, hidden: Tensor) -> Tensor:
+        """Feed the draft layer its next rows: the tokens after them int64 [n], and hidden [n, hidden]; returns [n, hidden]."""
+        with torch.inference_mode():
+            return model.draft(self._batch(following), hidden)
+
+    def _batch(self, tokens: Tensor) -> ForwardBatch:
         self._positions = torch.arange(self._length, self._length + len(tokens))
         self._length += len(tokens)
         self.selections = []
-        with torch.inference_mode():
-            return model.forward(ForwardBatch(tokens, self._positions, torch.arange(len(tokens)), self, self.hooks))
+        return ForwardBatch(tokens, self._positions, torch.arange(len(tokens)), self, self.hooks)
 
     def gqa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         repeat = q.shape[1] // k.shape[1]

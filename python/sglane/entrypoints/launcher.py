@@ -244,7 +244,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn.access").addFilter(log.QuietPaths(QUIET_PATHS))
     logger.info("server_args=%s", args)
     try:
-        config = load_model_config(args.model_path, args.context_length)
+        config = load_model_config(args.model_path, args.context_length, args.draft_path())
     except ModelConfigError as error:
         logger.error("%s", error)
         return 1

@@ -75,7 +75,7 @@ def grammars_of(spec: ProcessSpec, context: zmq.Context, executor: Executor, sta
 def load(spec: ProcessSpec, device: torch.device, sender: Sender) -> tuple[Executor, int]:
     """Weights and communicators. Returns the executor and the device memory (bytes) that was free before."""
     args, rank = spec.server_args, spec.rank
-    config = load_model_config(args.model_path, args.context_length)
+    config = load_model_config(args.model_path, args.context_length, args.draft_path())
     available = available_bytes(device)
     check_host_size(args, available_bytes(torch.device("cpu")))
     logger.info("Load weight begin. avail mem=%.2f GB", available / (1 << 30))

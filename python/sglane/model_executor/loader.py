@@ -22,13 +22,15 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Buffers that some checkpoints carry although they follow from the configuration.
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 SCALE_SUFFIX = "_scale_inv"
+#: Modules of a draft layer that are the main model's own.
+SHARED_WITH_MAIN = ("embed_tokens.", "shared_head.head.")
 #: Names listed in an error message; more are counted.
 MAX_NAMES = 8
 
 
 def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, show_progress: bool, force_progress: bool = False,
                shard: ExpertShard = ALL_EXPERTS) -> CausalLM:
-    """Read every weight of the main model but the routed experts of other ranks. Draft layers may be in the checkpoint; they stay unread.
+    """Read every weight of the model but the routed experts of other ranks. Draft layers that the configuration does not ask for stay unread.
 
     dtype: run type of weights and activations. show_progress: a bar on standard error if that is a terminal; force_progress: also if it is not.
     Raises CheckpointError naming the tensor that is missing, unexpected or of the wrong shape.
@@ -37,9 +39,25 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, sh
     weights = CheckpointWeights(store, config, device, dtype, LoadProgress(store.label, show_progress, force_progress))
     model = model_class(config)(config, weights, shard)
     weights.finish()
-    logger.debug("loaded %s: %.3f GiB of weights, draft tensors in the checkpoint: %d", type(model).__name__, model.weight_bytes / (1 << 30),
-                 len(weights.draft_names))
+    if config.draft is not None:
+        drafts = SafetensorsStore(config.draft.path)
+        weights = CheckpointWeights(drafts, config, device, dtype, LoadProgress("Loading draft layer", show_progress, force_progress), is_draft=True)
+        model.load_draft(weights, weights.draft_prefix)
+        weights.finish()
+    logger.debug("loaded %s: %.3f GiB of weights", type(model).__name__, model.weight_bytes / (1 << 30))
     return model
+
+
+def _draft_prefix(config: ModelConfig, names: set[str]) -> str:
+    """The module name of the draft layer, with a dot at its end."""
+    assert config.draft is not None
+    for layer in config.draft.layers:
+        prefix = f"model.layers.{layer}."
+        if f"{prefix}eh_proj.weight" in names:
+            return prefix
+    wanted = " or ".join(f"'model.layers.{layer}.eh_proj.weight'" for layer in config.draft.layers)
+    raise CheckpointError(f"{config.draft.path}: the checkpoint has no NextN layer to draft with: the tensor {wanted} is missing; give "
+                          "--speculative-draft-model-path, or use --speculative-algorithm NGRAM")
 
 
 def open_store(config: ModelConfig) -> TensorStore:
@@ -50,8 +68,9 @@ class CheckpointWeights:
     """See WeightSource. Keeps the list of what nobody has asked for yet."""
 
     def __init__(self, store: TensorStore, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: LoadProgress,
-                 keep_fp8: bool | None = None):
-        """keep_fp8: whether FP8 matrices stay FP8; by default on CUDA. (CPUs have no product with them.)"""
+                 keep_fp8: bool | None = None, is_draft: bool = False):
+        """keep_fp8: whether FP8 matrices stay FP8; by default on CUDA. (CPUs have no product with them.) is_draft: the tensors of the draft layer
+        are asked for, and nothing else."""
         self.device = device
         self.dtype = dtype
         self.resident_bytes = 0
@@ -60,9 +79,13 @@ class CheckpointWeights:
         self._keep_fp8 = device.type == "cuda" if keep_fp8 is None else keep_fp8
         names = set(store.names())
         drafts = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(config.num_draft_layers, 1)))
-        #: Tensors of the draft layers, which come after the main model's.
-        self.draft_names = {name for name in names if name.startswith(drafts)}
-        self._unread = {name for name in names - self.draft_names if not name.endswith(DERIVED_SUFFIXES)}
+        if is_draft:
+            self.draft_prefix = _draft_prefix(config, names)
+            # Embedding and head are the main model's; checkpoints carry copies.
+            shared = tuple(self.draft_prefix + name for name in SHARED_WITH_MAIN)
+            self._unread = {name for name in names if name.startswith(self.draft_prefix) and not name.startswith(shared)}
+        else:
+            self._unread = {name for name in names if not name.startswith(drafts) and not name.endswith(DERIVED_SUFFIXES)}
         if config.tie_word_embeddings:
             self._unread.discard("lm_head.weight")  # some tied checkpoints carry the copy
         progress.start({name: store.shard(name) for name in self._unread})

@@ -10,6 +10,8 @@ from sglane.model_executor.loader_store import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+#: The draft layer may lie in a file that no index lists.
+DRAFT_FILES = "*mtp*.safetensors"
 
 
 class SafetensorsStore:
@@ -53,6 +55,9 @@ def shard_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     else:
         files = [folder / SINGLE_FILE]
+    files += [file for file in sorted(folder.glob(DRAFT_FILES)) if file not in files]
+    if not index.is_file() and files[0].name == SINGLE_FILE and not files[0].is_file() and len(files) > 1:
+        files = files[1:]  # a folder with a draft layer and nothing else
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist" + (f", but {index} lists it" if index.is_file() else f", and neither does {index}"))

@@ -29,6 +29,14 @@ class FeedForward(Protocol):
         ...
 
 
+class DraftLayer(Protocol):
+    """See CausalLM.draft."""
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """embedded and hidden [n, hidden]; returns [m, hidden] of the rows `batch.outputs`."""
+        ...
+
+
 class DecoderLayer:
     """h += attention(norm(h)); h += mlp(norm(h))."""
 
@@ -65,6 +73,7 @@ class CausalLM:
         self.norm = RMSNorm.load(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
         self.head = load_head(weights, "lm_head", self.embedding, config.tie_word_embeddings)
         self._rotary = Rotary(config.rope, self.rope_dim(config), weights.device)
+        self._draft: DraftLayer | None = None
         self.weight_bytes = weights.resident_bytes
 
     @staticmethod
@@ -73,6 +82,14 @@ class CausalLM:
         return config.head_dim
 
     def load_layer(self, weights: WeightSource, layer: int) -> DecoderLayer:
+        raise NotImplementedError
+
+    def load_draft(self, weights: WeightSource, prefix: str) -> None:
+        """prefix: the draft layer's module name with a dot at its end."""
+        self._draft = self.load_draft_layer(weights, prefix)
+        self.weight_bytes += weights.resident_bytes
+
+    def load_draft_layer(self, weights: WeightSource, prefix: str) -> DraftLayer:
         raise NotImplementedError
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -84,6 +101,15 @@ class CausalLM:
             h = decoder(h, angles, batch, outputs_only=layer == last)
             batch.hooks.layer_end(layer)
         return self.norm(h)
+
+    def draft(self, batch: ForwardBatch, hidden: Tensor) -> Tensor:
+        """One pass of the draft layer. The batch's tokens are those after the rows, hidden [n, hidden] is of the rows, after the final norm (or what
+        this gave for the row before). Returns [m, hidden] of the rows `batch.outputs`, ready for `logits`, which are those of the token after the
+        next one."""
+        assert self._draft is not None, "the model was loaded without its draft layer"
+        g = self._draft(self.embedding(batch.tokens), hidden, self._rotary.angles(batch.positions), batch)
+        batch.hooks.layer_end(len(self.layers))
+        return g
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, hidden] after the final norm; returns float32 [m, vocab]."""

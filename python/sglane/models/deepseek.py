@@ -12,6 +12,7 @@ from sglane.layers.norm import LayerNorm, RMSNorm
 from sglane.layers.rotary import Angles, rotate_halves, rotate_pairs
 from sglane.layers.weights import WeightSource
 from sglane.models.causal_lm import CausalLM, DecoderLayer
+from sglane.models.nextn import NextnLayer
 
 #: The norms of the two latents have this eps whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -105,12 +106,23 @@ class DeepseekForCausalLM(CausalLM):
         return config.mla.qk_rope_head_dim
 
     def load_layer(self, weights: WeightSource, layer: int) -> DecoderLayer:
-        config, prefix = self.config, f"model.layers.{layer}."
-        assert config.mla is not None and config.moe is not None
+        config = self.config
+        assert config.moe is not None
         plane_layer = None if config.index is None else config.index.plane_layer(layer)
+        return self._decoder(weights, f"model.layers.{layer}.", layer, plane_layer, has_experts=layer in config.moe.layers)
+
+    def load_draft_layer(self, weights: WeightSource, prefix: str) -> NextnLayer:
+        """It has experts and, in sparse models, an indexer, whatever the main model's layers have; its planes have one layer."""
+        decoder = self._decoder(weights, prefix, 0, None if self.config.index is None else 0, has_experts=True)
+        return NextnLayer(self.config, weights, prefix, decoder)
+
+    def _decoder(self, weights: WeightSource, prefix: str, layer: int, plane_layer: int | None, *, has_experts: bool) -> DecoderLayer:
+        """layer and plane_layer: see LatentAttention."""
+        config = self.config
+        assert config.mla is not None and config.moe is not None
         attention = LatentAttention(config, config.mla, weights, f"{prefix}self_attn.", layer, plane_layer)
         mlp: MoE | DenseMLP
-        if layer in config.moe.layers:
+        if has_experts:
             mlp = MoE.load(weights, f"{prefix}mlp.", config.hidden_size, config.moe, self.shard)
         else:
             mlp = DenseMLP.load(weights, f"{prefix}mlp.", config.hidden_size, config.intermediate_size)
