@@ -30,11 +30,12 @@ class Engine:
     """Results come back one turn after their plan, so with overlap two steps are unretired."""
 
     def __init__(self, executor: RunsPlans, layout: PageLayout, num_rows: int, num_slots: int, chunk: int, overlap: bool = True, **limits: Any):
-        """limits: further fields of Limits; host: HostOptions of the host tier, copies: its EndsTickets."""
+        """limits: further fields of Limits; bigram_keys: there are draft planes; host: HostOptions of the host tier, copies: its EndsTickets."""
         self.layout = layout
         host: HostOptions | None = limits.pop("host", None)
         self.copies: EndsTickets | None = limits.pop("copies", None)
-        self.ledger = KVLedger(layout, num_rows, num_slots, prefix_cache=limits.get("reuse_prefixes", True), record_reusable=True, host=host)
+        self.ledger = KVLedger(layout, num_rows, num_slots, prefix_cache=limits.get("reuse_prefixes", True), record_reusable=True,
+                               bigram_keys=limits.pop("bigram_keys", False), host=host)
         self.max_tokens = (num_rows - 1) * layout.cp_size * layout.page_size - layout.page_size
         self.scheduler = Scheduler(self.ledger, layout, Limits(num_slots, self.max_tokens, chunk, 2 if overlap else 1, **limits), layout.cp_size)
         self.executor = executor

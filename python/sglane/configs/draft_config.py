@@ -5,9 +5,6 @@ from pathlib import Path
 from sglane.configs.hf_config import HfFile, hf_model_config
 from sglane.configs.sizes import DraftSource, ModelConfig, ModelConfigError, ModelSource
 
-#: Sizes that the draft layer of a separate folder must share with the model.
-SHARED_SIZES = ("model_type", "hidden_size", "vocab_size", "num_heads", "head_dim", "rms_norm_eps", "rope", "mla")
-
 
 def with_draft(config: ModelConfig, path: str | None) -> ModelConfig:
     """The model with its draft layer. path: a folder with that layer; None: the model's own. Raises ModelConfigError."""
@@ -24,17 +21,22 @@ def with_draft(config: ModelConfig, path: str | None) -> ModelConfig:
     if not (folder / "config.json").is_file():
         raise ModelConfigError(f"--speculative-draft-model-path {path}: the folder has no config.json")
     own = hf_model_config(ModelSource(path, "hf"), None)
-    for name in SHARED_SIZES:
-        _expect_equal(path, name, getattr(config, name), getattr(own, name))
-    for name in ("num_experts", "num_shared_experts", "topk", "intermediate_size", "num_groups", "topk_groups", "norm_topk_prob", "scaling_factor"):
-        _expect_equal(path, f"moe.{name}", getattr(config.moe, name), getattr(own.moe, name, None))
-    for name in ("num_heads", "head_dim", "topk", "rope_interleave"):
-        _expect_equal(path, f"index.{name}", getattr(config.index, name, None), getattr(own.index, name, None))
+    ours, theirs = _sizes(config), _sizes(own)
+    for name in ours:
+        if ours[name] != theirs.get(name):
+            raise ModelConfigError(f"--speculative-draft-model-path {path}: {name} is {theirs.get(name)}, but the model has {ours[name]}")
     # Folders of one layer either keep its number, or number it themselves: behind their own layers, or from 0.
     numbers = (config.num_layers, HfFile(folder / "config.json").need("num_hidden_layers"), 0)
     return dataclasses.replace(config, draft=DraftSource(path, tuple(dict.fromkeys(numbers))))
 
 
-def _expect_equal(path: str, name: str, ours: object, theirs: object) -> None:
-    if ours != theirs:
-        raise ModelConfigError(f"--speculative-draft-model-path {path}: {name} is {theirs}, but the model has {ours}")
+def _sizes(config: ModelConfig) -> dict[str, object]:
+    """What the draft layer of a separate folder must share with the model."""
+    found: dict[str, object] = {
+        "model_type": config.model_type, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "num_heads": config.num_heads,
+        "head_dim": config.head_dim, "rms_norm_eps": config.rms_norm_eps, "rope": config.rope,
+    }
+    for name, part, own in (("mla", config.mla, ()), ("moe", config.moe, ("layers",)), ("index", config.index, ("full_layers",))):
+        if part is not None:  # which layers have it is each model's own
+            found.update({f"{name}.{key}": value for key, value in dataclasses.asdict(part).items() if key not in own})
+    return found

@@ -14,6 +14,9 @@ class Limits:
     policy: str = "fcfs"
     conservativeness: float = 1.0
     reuse_prefixes: bool = True
+    max_drafts: int = 0  # that one request verifies in a step; 0: no speculation
+    max_speculating_requests: int | None = None  # more that decode in a step: none of them speculates; None: no limit
+    keeps_history: bool = False  # the executors need all tokens of every request
 
 
 @dataclass

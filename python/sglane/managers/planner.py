@@ -173,7 +173,7 @@ class Planner:
         args = self._args
         ledger = KVLedger(
             self._layout, self.sizes.num_rows, self.sizes.num_slots, prefix_cache=not args.disable_radix_cache, record_reusable=environ.SGLANE_POISON,
-            host=host_options(args, self.sizes.num_host_rows),
+            bigram_keys=any(plane.name.startswith("draft.") for plane in ready[0].planes), host=host_options(args, self.sizes.num_host_rows),
         )
         limits = Limits(
             max_running_requests=self.sizes.num_slots,
@@ -184,6 +184,9 @@ class Planner:
             policy=args.schedule_policy,
             conservativeness=args.schedule_conservativeness,
             reuse_prefixes=not args.disable_radix_cache,
+            max_drafts=args.num_drafts(),
+            max_speculating_requests=args.speculative_max_batch_size,
+            keeps_history=args.looks_up_prompts(),
         )
         self.scheduler = Scheduler(ledger, self._layout, limits, args.cp_size)
         self._reporter = Reporter(self.scheduler, args.decode_log_interval)
@@ -376,6 +379,7 @@ class Planner:
             "lanes": self.scheduler.lanes(),
             "evictions": self.scheduler.ledger.evictions(),
             "sessions": self.scheduler.sessions.report(),
+            "speculation": self.scheduler.speculation.report(),
             "host_cache": self._host_work.report(self.scheduler.ledger.host_report()),
             **self.scheduler.load(),
             **self.scheduler.set_aside(),

@@ -1,6 +1,7 @@
 """The planner's log lines and throughput, in the words that log parsers of SGLang servers read."""
 import logging
 import time
+from typing import Any
 
 from sglane.managers.queue_times import QueueTimes
 from sglane.managers.scheduler import Scheduler
@@ -22,6 +23,7 @@ class Reporter:
         self._num_decode_steps = 0
         self._window_start_s = time.monotonic()
         self._window_tokens = 0
+        self._seen: dict[str, Any] = {}  # of speculation, at the last decode line
         self.queue_times = QueueTimes()
         self.gen_throughput = 0.0  # output tokens per second; 0 when idle
 
@@ -56,9 +58,19 @@ class Reporter:
             if self._num_decode_steps % self._decode_log_interval == 0:
                 load = self._scheduler.load()
                 logger.info(
-                    "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, #queue-req: %d",
-                    load["num_running_reqs"], load["num_used_tokens"], load["token_usage"], self.gen_throughput, load["num_waiting_reqs"],
+                    "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %sgen throughput (token/s): %.2f, #queue-req: %d",
+                    load["num_running_reqs"], load["num_used_tokens"], load["token_usage"], self._acceptance(), self.gen_throughput,
+                    load["num_waiting_reqs"],
                 )
+
+    def _acceptance(self) -> str:
+        """Of the verify steps since the last line; empty without speculation."""
+        report = self._scheduler.speculation.report()
+        if report is None:
+            return ""
+        seen, self._seen = self._seen, report
+        steps, drafts, accepted = (report[name] - seen.get(name, 0) for name in ("num_verify_steps", "num_drafts", "num_accepted"))
+        return f"accept len: {1 + accepted / max(steps, 1):.2f}, accept rate: {accepted / max(drafts, 1):.2f}, "
 
     def ticket_ended(self, message: TicketEnded) -> None:
         logger.debug("[hicache] rank %d ended its part of %s %d: %d bytes in %.2f ms", message.rank, "load" if message.is_load else "backup",

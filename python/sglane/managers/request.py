@@ -1,7 +1,7 @@
 """One request as the planner sees it: a phase table and the verbs that fire it. Nobody else assigns to its fields.
 
 Two counts run side by side, because a step is issued before the result of the one before is known:
-    issued  what the plans sent so far will have written or sampled
+    issued  what the plans sent so far will have written or sampled; of rows the most that it can be: how many of a window's are accepted is not known
     done    what retired steps have written or sampled
 A request that leaves (finish, abort, retraction) keeps its residence until its last issued step has retired.
 """
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sglane.managers.speculation import SpecTally
 from sglane.mem_cache.kv_ledger import Holding
-from sglane.mem_cache.radix_key import RadixKey, token_key
-from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, SamplingParams
+from sglane.mem_cache.radix_key import TOKEN_KEYS, KeyKind, RadixKey
+from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput, SamplingParams
 from sglane.plan.step_plan import LogprobBlock
 
 
@@ -58,7 +59,8 @@ class Residence:
 class Request:
     """Prompt, output so far, phase, and (while admitted) its residence."""
 
-    def __init__(self, message: GenerateRequest, arrival: int, max_request_tokens: int):
+    def __init__(self, message: GenerateRequest, arrival: int, max_request_tokens: int, key_kind: KeyKind = TOKEN_KEYS, max_drafts: int = 0):
+        """max_drafts: of the server, for one step; 0: it does not speculate."""
         prompt = np.frombuffer(message.input_ids, dtype=np.int32)
         self.rid = message.rid
         self.namespace = message.namespace
@@ -73,6 +75,8 @@ class Request:
         self.finish: FinishReason | None = None
         self.num_retractions = 0
         self.cached: tuple[int, int, int] | None = None  # (tokens, device, host) at the first admission
+        self.tally = SpecTally(max_drafts) if max_drafts else None
+        self._key_kind = key_kind
         self._num_kept_outputs: int | None = None  # a stop string's cut
         self._tokens = np.empty(len(prompt) + min(self.num_output_limit, 256), dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
@@ -97,20 +101,21 @@ class Request:
 
     def key(self) -> RadixKey:
         """Radix key of all known tokens."""
-        return token_key(self.tokens())
+        return self._key_kind.make(self.tokens())
 
     def publishable_key(self) -> RadixKey:
-        """Key of the tokens whose value and KV row are both known, up to a stop string's cut."""
-        return token_key(self.tokens(0, self._cut(self.admitted().num_rows_done)))
+        """Key of the rows that are done and whose tokens are all known, up to a stop string's cut."""
+        return self._key_kind.make(self.tokens(0, self._cut(self.admitted().num_rows_done + self._key_kind.num_ahead)))
 
     def num_rows_to_publish(self) -> int:
         """Rows that will be in the tree when a leaving request has left; every step counts that was issued."""
-        return self._cut(min(self.admitted().num_rows_issued, self._num_known))
+        num_ahead = self._key_kind.num_ahead
+        return max(self._cut(min(self.admitted().num_rows_issued + num_ahead, self._num_known)) - num_ahead, 0)
 
-    def _cut(self, num_rows: int) -> int:
+    def _cut(self, num_tokens: int) -> int:
         if self._num_kept_outputs is None:
-            return num_rows
-        return min(num_rows, self.num_prompt_tokens + self._num_kept_outputs)
+            return num_tokens
+        return min(num_tokens, self.num_prompt_tokens + self._num_kept_outputs)
 
     def admitted(self) -> Residence:
         assert self.residence is not None, f"request {self.rid} ({self.phase.value}) holds no slot"
@@ -141,8 +146,17 @@ class Request:
         in_flight = self.admitted().num_samples_in_flight
         return self.phase is Phase.DECODE and self.num_output_tokens + in_flight < self.num_output_limit
 
+    def window(self, max_drafts: int) -> int:
+        """Rows that the next continue may feed: its last token, and up to `max_drafts` drafts, if that many tokens may still come."""
+        asked = self.sampling.max_drafts
+        return 1 + min(max_drafts if asked < 0 else min(max_drafts, asked), self.num_tokens_to_come() - 1)
+
+    def num_rows_ever(self) -> int:
+        """Rows that the request can have: the last token is never fed."""
+        return self.num_prompt_tokens + self.num_output_limit - 1
+
     def num_tokens_to_come(self) -> int:
-        """Output tokens that may still be issued."""
+        """Output tokens that may still be issued; every step under way counts one."""
         in_flight = self.residence.num_samples_in_flight if self.residence else 0
         return max(self.num_output_limit - self.num_output_tokens - in_flight, 0)
 
@@ -180,22 +194,29 @@ class Request:
             self._fire("prompt_issued")
         return is_last
 
-    def issue_continue(self, step: int) -> None:
-        """One decode row goes out with `step`."""
+    def issue_continue(self, step: int, window: int) -> None:
+        """Up to `window` rows go out with `step`."""
         self._expect(Phase.DECODE, "issue_continue")
         residence = self.admitted()
-        residence.num_rows_issued += 1
+        residence.num_rows_issued += window
         residence.num_samples_in_flight += 1
         residence.last_step = step
 
     def retire_rows(self, num_rows: int) -> None:
         self.admitted().num_rows_done += num_rows
 
-    def retire_stall(self, num_rows: int) -> None:
-        """A continue was stalled: its rows were not written and its token was not sampled, so it can be issued again."""
+    def retire_window(self, window: int, num_rows: int, num_drafts: int) -> bool:
+        """A continue that might feed `window` rows has `num_rows` valid ones; `num_drafts` were verified. 0 rows: it was stalled, nothing was
+        sampled, and it can be issued again. True: it brought tokens that count."""
         residence = self.admitted()
-        residence.num_rows_issued -= num_rows
-        residence.num_samples_in_flight -= 1
+        residence.num_rows_issued -= window - num_rows
+        residence.num_rows_done += num_rows
+        counts = num_rows > 0 and self.finish is None
+        if not num_rows:
+            residence.num_samples_in_flight -= 1
+        elif self.tally is not None and counts:
+            self.tally.add(num_drafts, num_rows - 1)
+        return counts
 
     def retire_tokens(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Take sampled tokens; returns those that count (none after the finish). Sets `finish` on a stop id or the limit."""
@@ -234,10 +255,26 @@ class Request:
         assert self.phase in (Phase.WAITING, Phase.FINISHED), f"request {self.rid} leaves in phase {self.phase.value}"
         self.residence = None
 
+    def output(self, tokens: npt.NDArray[np.int32], logprobs: list[LogprobChunk]) -> RequestOutput:
+        """What the front hears of new tokens, or of the end."""
+        cached, device, host = self.cached or (0, 0, 0)
+        return RequestOutput(
+            self.rid, tokens.tobytes(), self.num_prompt_tokens, self.num_output_tokens, cached, device, host, self.num_retractions,
+            finish=self.finish, input_logprobs=self.take_prompt_logprobs(), output_logprobs=logprobs,
+            spec=None if self.tally is None else self.tally.counts(),
+        )
+
     # --- prompt log probabilities ------------------------------------------------------------------------------------
 
-    def add_prompt_logprobs(self, block: LogprobBlock) -> None:
-        self._prompt_blocks.append(block)
+    def sort_logprobs(self, blocks: list[LogprobBlock], of_extend: bool) -> list[LogprobBlock]:
+        """Keeps what is the prompt's, if it is still wanted; returns what is the output's."""
+        outputs = []
+        for block in blocks:
+            if not of_extend or np.frombuffer(block.positions, np.int32, 1)[0] >= self.num_prompt_tokens:
+                outputs.append(block)
+            elif self.finish is None and self._logprob_start >= 0:
+                self._prompt_blocks.append(block)
+        return outputs
 
     def take_prompt_logprobs(self) -> list[LogprobChunk]:
         """All prompt log probabilities in order of position, once, when the prompt is done."""

@@ -10,6 +10,7 @@ from sglane.managers.lane_work import LaneWork
 from sglane.managers.limits import Limits, StepSummary
 from sglane.managers.request import Phase, Request
 from sglane.managers.sessions import Sessions
+from sglane.managers.speculation import Speculation
 from sglane.managers.step_builder import Carry, Entry, IssuedStep, StepBuilder
 from sglane.managers.step_results import MergedStep, ResultMerger, to_chunk
 from sglane.mem_cache.kv_ledger import Holding, KVLedger
@@ -29,6 +30,7 @@ class Totals:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_requests: int = 0
+    num_admitted: int = 0  # once more after each retraction
     num_aborted: int = 0
     num_retractions: int = 0
     num_stalls: int = 0  # continues for which the executors had no row
@@ -43,6 +45,7 @@ class Scheduler:
         self.totals = Totals()
         self.last_step = StepSummary()
         self.sessions = Sessions(ledger)
+        self.speculation = Speculation(limits.max_drafts)
         self._layout = layout
         self._waiting = WaitingQueue(limits.policy, limits.max_queued_requests)
         self._reserve = Reserve(limits.conservativeness, layout)
@@ -57,7 +60,6 @@ class Scheduler:
         self._outputs: list[RequestOutput] = []
         self._next_step = 1
         self._paused = False
-        self._num_admitted = 0
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ class Scheduler:
             self._refuse(message, 503, f"the queue is full ({len(self._waiting)} requests wait)")
         else:
             assert message.rid not in self._requests, f"rid {message.rid!r} is active: the front must refuse it"
-            request = Request(message, self.totals.num_requests, self.limits.max_request_tokens)
+            request = Request(message, self.totals.num_requests, self.limits.max_request_tokens, self.ledger.key_kind, self.limits.max_drafts)
             self._requests[request.rid] = request
             self._waiting.add(request)
 
@@ -126,23 +128,20 @@ class Scheduler:
         request = entry.request
         if entry.samples:
             assert entry.slot in merged.tokens, f"step {merged.step}: no rank sampled slot {entry.slot} (request {request.rid})"
-            if not entry.is_extend and not len(merged.tokens[entry.slot]):
-                self.totals.num_stalls += 1
-                request.retire_stall(entry.num_rows)
+        if entry.is_extend:
+            request.retire_rows(entry.num_rows)
+        else:
+            num_rows, num_drafts = len(merged.tokens[entry.slot]), merged.num_drafts.get(entry.slot, 0)
+            if request.retire_window(entry.num_rows, num_rows, num_drafts):
+                self.speculation.add(request.cached, num_drafts, num_rows - 1)
+            if not num_rows:
+                self.totals.num_stalls += request.finish is None
                 return
-        request.retire_rows(entry.num_rows)
         if entry.is_extend and request.phase in (Phase.PREFILL, Phase.DECODE):
             change = self.ledger.publish(request.admitted().holding, request.publishable_key())
             if change is not None:
                 self._carry.change_row(entry.slot, change)
-        blocks = merged.logprobs.get(entry.slot, [])
-        output_blocks = []
-        for block in blocks:
-            is_prompt = entry.is_extend and np.frombuffer(block.positions, np.int32, 1)[0] < request.num_prompt_tokens
-            if is_prompt and request.finish is None and request.logprob_start >= 0:
-                request.add_prompt_logprobs(block)
-            elif not is_prompt:
-                output_blocks.append(block)
+        output_blocks = request.sort_logprobs(merged.logprobs.get(entry.slot, []), entry.is_extend)
         if not entry.samples:
             return
         had_finished = request.finish is not None
@@ -155,13 +154,7 @@ class Scheduler:
         self._answer(request, tokens, output_blocks)
 
     def _answer(self, request: Request, tokens: npt.NDArray[np.int32], blocks: list[LogprobBlock]) -> None:
-        cached, device, host = request.cached or (0, 0, 0)
-        self._outputs.append(
-            RequestOutput(
-                request.rid, tokens.tobytes(), request.num_prompt_tokens, request.num_output_tokens, cached, device, host, request.num_retractions,
-                finish=request.finish, input_logprobs=request.take_prompt_logprobs(), output_logprobs=[to_chunk(block) for block in blocks],
-            )
-        )
+        self._outputs.append(request.output(tokens, [to_chunk(block, len(tokens)) for block in blocks]))
 
     def take_outputs(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
@@ -237,7 +230,8 @@ class Scheduler:
         """The next step, or None when nothing can be issued now."""
         if len(self._issued) >= self.limits.max_unretired_steps:
             return None
-        builder = StepBuilder(self._next_step, self._layout, any(request.can_continue() for request in self._running.values()))
+        num_decoding = sum(request.can_continue() for request in self._running.values())
+        builder = StepBuilder(self._next_step, self._layout, self.limits, num_decoding)
         if not self._paused:
             self._plan_requests(builder)
         self._carry.add_backups(self.ledger.take_backups())
@@ -273,12 +267,19 @@ class Scheduler:
         return sorted(self._running.values(), key=lambda item: (-item.priority, item.admitted().order))
 
     def _plan_continue(self, builder: StepBuilder, request: Request) -> None:
-        residence = request.admitted()
-        pages = self._cover(builder, request, residence.num_rows_issued + 1, decode=True)
+        """Pages for the most rows that the steps under way and this one can have; where they are short, for one row beyond those under way."""
+        residence, window = request.admitted(), request.window(builder.max_drafts)
+        wanted = min((start := residence.num_rows_issued) + window, request.num_rows_ever())
+        got = self.ledger.extend(residence.holding, wanted, decode=True, lane_tokens=builder.nothing) if wanted > start + 1 else None
+        if isinstance(got, Shortfall):
+            got, window = None, 1
+        pages = self._cover(builder, request, min(start + 1, wanted), decode=True) if got is None else got
         if pages is not None:
-            builder.continue_(request, pages)
-            if residence.num_rows_issued % self._layout.page_size == 0 and request.can_continue():
-                self.ledger.look_ahead(residence.holding, residence.num_rows_issued)
+            self._lane_work.waits.ended(request.rid)
+            builder.continue_(request, window, pages)
+            rows, num_pages = residence.num_rows_issued, self._layout.num_pages
+            if num_pages(rows) != num_pages(rows + window) and request.can_continue():
+                self.ledger.look_ahead(residence.holding, rows + window - 1)
 
     def _plan_chunk(self, builder: StepBuilder, request: Request) -> None:
         budget = self.limits.chunk_tokens - builder.num_extend_tokens
@@ -317,7 +318,8 @@ class Scheduler:
                 return None
 
     def _plan_admissions(self, builder: StepBuilder) -> None:
-        if not len(self._waiting) or self._leaving_blocks_admission():
+        # A retracted request on its way out needs its pages back before anyone younger comes in.
+        if not len(self._waiting) or any(request.phase is Phase.WAITING for request in self._leaving):
             return
         for request in self._waiting.in_order(self._hit_length):
             if builder.num_extend_tokens >= self.limits.chunk_tokens or len(self._running) >= self.limits.max_running_requests:
@@ -331,10 +333,6 @@ class Scheduler:
                     continue
             if not self._admit(builder, request):
                 return
-
-    def _leaving_blocks_admission(self) -> bool:
-        """A retracted request on its way out needs its pages back before anyone younger comes in."""
-        return any(request.phase is Phase.WAITING for request in self._leaving)
 
     def _hit_length(self, request: Request) -> int:
         return self.ledger.hint(request.key(), request.namespace)
@@ -366,8 +364,8 @@ class Scheduler:
             return False
         self._waiting.remove(request)
         self._lane_work.waits.ended(request.rid)
-        request.admit(admission.slot, holding, self._num_admitted, admission.num_cached_tokens)
-        self._num_admitted += 1
+        request.admit(admission.slot, holding, self.totals.num_admitted, admission.num_cached_tokens)
+        self.totals.num_admitted += 1
         self._running[request.rid] = request
         builder.start(request, admission)
         self._plan_chunk(builder, request)

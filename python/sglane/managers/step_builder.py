@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sglane.managers.limits import Limits
 from sglane.managers.request import Request
 from sglane.mem_cache.kv_ledger import Admission, BackupOrder, RowChange
 from sglane.mem_cache.page_layout import LaneCounts, PageLayout
@@ -16,7 +17,7 @@ class Entry:
 
     request: Request
     slot: int
-    num_rows: int
+    num_rows: int  # of a continue: the most it may feed
     is_extend: bool
     samples: bool
 
@@ -60,10 +61,13 @@ class Carry:
 class StepBuilder:
     """One step under construction."""
 
-    def __init__(self, step: int, layout: PageLayout, has_continues: bool):
-        """has_continues: some request may decode in this step, so it must not wait for loads."""
+    def __init__(self, step: int, layout: PageLayout, limits: Limits, num_decoding: int):
+        """num_decoding: requests that may decode in this step; with some, it must not wait for loads, with many, none of them speculates."""
         self.step = step
-        self._has_continues = has_continues
+        self._has_continues = num_decoding > 0
+        most = limits.max_speculating_requests
+        self.max_drafts = limits.max_drafts if most is None or num_decoding <= most else 0
+        self._keeps_history = limits.keeps_history
         self.entries: list[Entry] = []
         self.num_extend_tokens = 0
         self.num_cached_tokens = 0
@@ -77,7 +81,7 @@ class StepBuilder:
         self._loads: list[Load] = []
         self._needs_load = 0
         self._extends: list[Extend] = []
-        self._continues: list[tuple[int, npt.NDArray[np.int32]]] = []
+        self._continues: list[tuple[int, int, npt.NDArray[np.int32]]] = []  # slot, window, new pages
 
     def is_empty(self) -> bool:
         return not self.entries and not self._starts
@@ -104,7 +108,7 @@ class StepBuilder:
     def start(self, request: Request, admission: Admission) -> None:
         """A request takes its slot. Its first extend follows, in this step or, if it has to wait for a load, in a later one."""
         self.started_rids.append(request.rid)
-        history = request.tokens(0, admission.num_cached_tokens).tobytes() if request.sampling.needs_history() else b""
+        history = request.tokens(0, admission.num_cached_tokens).tobytes() if self._keeps_history or request.sampling.needs_history() else b""
         pages = admission.pages.astype(np.int32)
         self._starts.append(
             SlotStart(admission.slot, pages.tobytes(), admission.num_cached_tokens, request.num_prompt_tokens, request.sampling, history)
@@ -137,13 +141,13 @@ class StepBuilder:
         self._count_extend(residence.holding.pages, start, end)
         self.num_extend_tokens += num_rows
 
-    def continue_(self, request: Request, new_pages: npt.NDArray[np.int32]) -> None:
-        """Feed the slot's own last token."""
+    def continue_(self, request: Request, window: int, new_pages: npt.NDArray[np.int32]) -> None:
+        """Feed the slot's own last token, and up to window - 1 drafts."""
         residence = request.admitted()
-        request.issue_continue(self.step)
-        self._continues.append((residence.slot, new_pages))
-        self.entries.append(Entry(request, residence.slot, 1, False, True))
-        self._continue_lanes.append(residence.holding.lane_at((residence.num_rows_issued - 1) // self._layout.page_size))
+        request.issue_continue(self.step, window)
+        self._continues.append((residence.slot, window, new_pages))
+        self.entries.append(Entry(request, residence.slot, window, False, True))
+        self._continue_lanes += [residence.holding.home_lane] * window
 
     @property
     def num_continues(self) -> int:
@@ -153,10 +157,10 @@ class StepBuilder:
         """The finished plan; takes everything that waited."""
         continues = Continues()
         if self._continues:
-            slots = np.array([slot for slot, _ in self._continues], dtype=np.int32)
-            counts = np.array([len(pages) for _, pages in self._continues], dtype=np.int32)
-            pages = np.concatenate([pages for _, pages in self._continues]).astype(np.int32)
-            continues = Continues(slots.tobytes(), np.ones_like(slots).tobytes(), counts.tobytes(), pages.tobytes())
+            slots, windows, parts = zip(*self._continues)
+            counts = np.array([len(part) for part in parts], dtype=np.int32)
+            continues = Continues(np.array(slots, np.int32).tobytes(), np.array(windows, np.int32).tobytes(), counts.tobytes(),
+                                  np.concatenate(parts).astype(np.int32).tobytes())
         return StepPlan(
             step=self.step,
             releases=np.array(carry.releases, dtype=np.int32).tobytes(),

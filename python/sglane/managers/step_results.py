@@ -15,6 +15,7 @@ class MergedStep:
 
     step: int
     tokens: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)  # slot -> accepted tokens
+    num_drafts: dict[int, int] = field(default_factory=dict)  # slot -> drafts that were verified, if there were any
     logprobs: dict[int, list[LogprobBlock]] = field(default_factory=dict)  # slot -> blocks
 
     def add(self, result: StepResult) -> None:
@@ -24,6 +25,7 @@ class MergedStep:
         for slot, part in zip(slots, np.split(tokens, np.cumsum(counts)[:-1])):
             assert slot not in self.tokens, f"step {result.step}: slot {slot} was sampled by two ranks, one is {result.rank}"
             self.tokens[slot] = part
+        self.num_drafts.update({slot: count for slot, count in zip(slots, np.frombuffer(result.num_drafts, np.int32).tolist()) if count})
         for block in result.logprobs:
             self.logprobs.setdefault(block.slot, []).append(block)
 
@@ -62,9 +64,13 @@ class ResultMerger:
         return [rank for rank, following in enumerate(self._next_step) if following <= step]
 
 
-def to_chunk(block: LogprobBlock) -> LogprobChunk:
-    """A rank's log probabilities of consecutive positions as the front gets them."""
+def to_chunk(block: LogprobBlock, num_tokens: int) -> LogprobChunk:
+    """A rank's log probabilities of consecutive positions as the front gets them; of the first `num_tokens` at most."""
+    num_rows = len(block.positions) // 4
+
+    def first(data: bytes) -> bytes:
+        return data if num_tokens >= num_rows else data[:len(data) // num_rows * num_tokens]
+
     first_position = int(np.frombuffer(block.positions, np.int32, 1)[0])
-    return LogprobChunk(
-        first_position, block.token_ids, block.logprobs, block.num_top, block.top_ids, block.top_logprobs, block.asked_logprobs
-    )
+    return LogprobChunk(first_position, first(block.token_ids), first(block.logprobs), block.num_top, first(block.top_ids), first(block.top_logprobs),
+                        first(block.asked_logprobs))

@@ -17,7 +17,7 @@ from sglane.mem_cache.page_hash import page_hashes
 from sglane.mem_cache.page_layout import NO_PAGES, Demand, HostOptions, LaneCounts, Lanes, LedgerError, PageLayout, Pages, Shortfall
 from sglane.mem_cache.page_supply import PageSupply
 from sglane.mem_cache.radix_cache import RadixCache
-from sglane.mem_cache.radix_key import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, check_key
+from sglane.mem_cache.radix_key import BIGRAM_KEYS, TOKEN_KEYS, RadixKey, check_key
 from sglane.mem_cache.radix_node import Node
 from sglane.utils import fallback
 
@@ -47,7 +47,8 @@ class KVLedger:
         self.num_slots = num_slots
         self._allocator = LaneAllocator(layout, num_rows, record_reusable)
         residency = None if host is None else Residency(layout, num_rows, host.num_rows, record_reusable)
-        self._tree = RadixCache(layout, BIGRAM_BYTES if bigram_keys else TOKEN_BYTES, residency)
+        self.key_kind = BIGRAM_KEYS if bigram_keys else TOKEN_KEYS
+        self._tree = RadixCache(layout, self.key_kind.element_bytes, residency)
         self._supply = PageSupply(layout, self._allocator, self._tree, residency)
         self._host = None if host is None or residency is None else HostTier(layout, host.min_hits, residency, self._tree, self._supply)
         self._free_slots = list(range(num_slots - 1, -1, -1))

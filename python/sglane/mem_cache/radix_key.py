@@ -3,6 +3,9 @@
 A key element is a token id (int32, as token ids travel), or a pair of neighbouring token ids packed into one int64 when draft planes exist
 (the draft's row i depends on token i + 1). Which of them is decided once for a tree, by the bytes of an element; the tree knows no more.
 """
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +31,19 @@ def bigram_key(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     key <<= 32
     key |= tokens[1:]
     return key
+
+
+@dataclass(frozen=True)
+class KeyKind:
+    """How the keys of a tree are made."""
+
+    make: Callable[[npt.NDArray[np.int32]], RadixKey]  # int32 [n] token ids -> a key of n - num_ahead elements
+    num_ahead: int  # tokens behind its own that a row depends on
+    element_bytes: int
+
+
+TOKEN_KEYS = KeyKind(token_key, 0, TOKEN_BYTES)
+BIGRAM_KEYS = KeyKind(bigram_key, 1, BIGRAM_BYTES)
 
 
 def check_key(key: RadixKey, element_bytes: int) -> None:

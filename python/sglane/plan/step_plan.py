@@ -119,10 +119,10 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     rank: int
     slots: bytes = b""  # int32 [n] slots whose token(s) this rank sampled
     num_tokens: bytes = b""  # int32 [n] tokens accepted per slot; 0 = stalled
-    num_drafts: bytes = b""  # int32 [n] drafts that were verified per slot; empty: none anywhere
     tokens: bytes = b""  # int32 [sum(num_tokens)]
     logprobs: list[LogprobBlock] = []
     prefix_wait_s: float = 0.0  # time since the start that this rank's attention waited for prefix pages
+    num_drafts: bytes = b""  # int32 [n] drafts that were verified per slot; empty: none anywhere
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

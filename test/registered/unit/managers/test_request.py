@@ -76,8 +76,8 @@ def test_a_stop_string_cut_limits_what_is_published():
     request.retire_rows(5)
     request.retire_tokens(np.array([30], np.int32))
     for token in (31, 32):
-        request.issue_continue(2)
-        request.retire_rows(1)
+        request.issue_continue(2, 1)
+        request.retire_window(1, 1, 0)
         request.retire_tokens(np.array([token], np.int32))
     assert len(request.publishable_key()) == 7  # 5 prompt rows, 2 output rows: the last token was not fed
     request.finish_with(FinishReason(kind="stop"), 1)

@@ -1,0 +1,2 @@
+class PromptLookup:
+    def __init__(self, a, b, c): pass
