@@ -44,10 +44,12 @@ class ThreadRanks:
 class TinyModel:
     """A loaded checkpoint that many engines share; with several ranks, each has its own share of the experts."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, **flags: Any):
+        """flags: further ServerArgs of all engines, those of speculation for example."""
         torch.set_num_threads(1)
         self.path = path
-        self.config = load_model_config(str(path), None)
+        self._flags = flags
+        self.config = load_model_config(str(path), None, self._args(4, 1, 1).draft_path())
         self.weights = self._load(ExpertShard(0, 1))
         self._shards: dict[int, list[CausalLM]] = {}
 
@@ -55,6 +57,7 @@ class TinyModel:
                grammars: Grammars | None = None, scratch_tokens: int = 1 << 17, **limits: Any) -> Engine:
         """A fresh pool and slot table; `tap` sees the selected index sets. limits: also num_host_pages, min_hits (see HostOptions)."""
         host = host_options(limits, 1)
+        limits = {**self._limits(), **limits}
         executor = Executor(self.config, self.weights, self._args(page_size, 1, scratch_tokens), tap=tap)
         if grammars is not None:
             executor.use_grammars(grammars)
@@ -67,6 +70,7 @@ class TinyModel:
         all lanes in place."""
         num_rows = num_pages // cp_size + 1
         host, copies = host_options(limits, cp_size), TicketBox()
+        limits = {**self._limits(), **limits}
         group, executors = ThreadGroup(cp_size), []
         weights = self.shards(cp_size)
         for rank in range(cp_size):
@@ -96,9 +100,13 @@ class TinyModel:
     def _load(self, shard: ExpertShard) -> CausalLM:
         return load_model(self.config, torch.device("cpu"), torch.float32, show_progress=False, shard=shard)
 
+    def _limits(self) -> dict[str, Any]:
+        args = self._args(4, 1, 1)
+        return {"max_drafts": args.num_drafts(), "bigram_keys": args.uses_draft_layer(), "keeps_history": args.looks_up_prompts()}
+
     def _args(self, page_size: int, cp_size: int, scratch_tokens: int) -> ServerArgs:
         return ServerArgs(model_path=str(self.path), dtype="float32", page_size=page_size, cp_size=cp_size, enable_cp_shared_kv=cp_size > 1,
-                          cp_scratch_tokens=scratch_tokens)
+                          cp_scratch_tokens=scratch_tokens, **self._flags)
 
 
 def host_options(limits: dict[str, Any], cp_size: int) -> HostOptions | None:
