@@ -50,7 +50,8 @@ class ServerArgs:
 
     config: str | None = arg(None, "YAML file with flags, one `name: value` a line; the command line and variables go before it", "Configuration")
 
-    model_path: str | None = arg(None, "Hugging Face folder or GGUF file; default: the embedded SmolLM2-135M-Instruct", "Model", "--model")
+    model_path: str | None = arg(None, "Hugging Face folder, GGUF file, or tiny-dsa (small, DSA with a NextN layer); default: SmolLM2-135M-Instruct",
+                                 "Model", "--model")
     tokenizer_path: str | None = arg(None, "tokenizer folder; default: the model's", "Model")
     served_model_name: str | None = arg(None, "name in /v1/models; default: the model path's last part", "Model")
     chat_template: str | None = arg(None, "file with a Jinja chat template; default: the tokenizer's", "Model")

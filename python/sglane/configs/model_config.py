@@ -10,6 +10,8 @@ from sglane.configs.sizes import ModelConfig, ModelConfigError, ModelSource
 __all__ = ["DEFAULT_MODEL_FILE", "DEFAULT_MODEL_PACKAGE", "ModelConfig", "ModelConfigError", "ModelSource", "default_model_file",
            "load_model_config", "model_source", "OWN_DRAFT"]
 
+#: Models that come with this package: name -> folder.
+PACKAGED_MODELS = {"tiny-dsa": Path(__file__).parents[1] / "assets" / "tiny-dsa"}
 #: The model's own draft layer is wanted.
 OWN_DRAFT = ""
 #: The model that is served when no path is given: a package that carries the weights as a GGUF file.
@@ -32,6 +34,8 @@ def load_model_config(model_path: str | None, context_length: int | None, draft_
 def model_source(model_path: str | None) -> ModelSource:
     """Where the model lies and in which format."""
     path = default_model_file() if model_path is None else Path(model_path)
+    if model_path in PACKAGED_MODELS and not path.exists():
+        path = PACKAGED_MODELS[model_path]
     if path.is_file() and path.suffix == ".gguf":
         return ModelSource(str(path), "gguf")
     if not path.is_dir():

@@ -206,5 +206,5 @@ def skip_draft_extend(monkeypatch):
 def test_the_checks_notice_a_path_without_draft_planes(mutation, monkeypatch):
     """The test above fails if a way of copying pages leaves the draft's planes out."""
     mutation(monkeypatch)
-    with pytest.raises(AssertionError, match="chain state after|drafts after"):
+    with pytest.raises((AssertionError, RuntimeError), match="chain state after|drafts after|invalid for input"):  # the last one: poison was selected
         check_hits("deepseek_v32", 1, False)

@@ -1,2 +1,0 @@
-class PromptLookup:
-    def __init__(self, a, b, c): pass
