@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -30,6 +31,7 @@ from sglane.plan.io_struct import (
     Reply,
     RequestOutput,
     Shutdown,
+    SpecCounts,
     StartProfile,
     StepOutputs,
     StopProfile,
@@ -71,6 +73,14 @@ STATE: dict[str, Any] = {
         },
         "dropped_tokens": {"no_room": 32, "evicted_before_end": 16, "host_evicted": 320},
     },
+    "speculation": {
+        "max_drafts": 3, "num_verify_steps": 40, "num_drafts": 100, "num_accepted": 60, "num_tokens": 100, "histogram": [10, 10, 10, 10],
+        "by_source": {
+            "none": {"num_verify_steps": 20, "num_drafts": 50, "num_accepted": 35, "num_tokens": 55},
+            "device": {"num_verify_steps": 15, "num_drafts": 40, "num_accepted": 20, "num_tokens": 35},
+            "host": {"num_verify_steps": 5, "num_drafts": 10, "num_accepted": 5, "num_tokens": 10},
+        },
+    },
     "queue_times": {"bounds_s": [0.01, 0.1], "counts": [3, 1, 1], "sum_s": 2.5},
     "num_paused_reqs": 0, "num_retracted_reqs": 1,
     "num_running_reqs": 0, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 33, "num_used_tokens": 512, "max_total_num_tokens": 4096,
@@ -96,12 +106,14 @@ class Behaviour:
     is_profiling: bool = False
     is_deaf: bool = False  # questions about its state are not answered
     max_request_tokens: int = 512
+    spec: SpecCounts | None = None  # what every output says of speculation
     context_length: int = 1024
     received: list[Any] = field(default_factory=list)
 
     def calm(self) -> None:
         """The defaults again, but for the limits."""
         self.tokens_per_step, self.step_s, self.is_silent, self.is_busy = 1, 0.0, False, False
+        self.spec = None
         self.received.clear()
 
     def received_of(self, kind: type) -> list[Any]:
@@ -215,7 +227,7 @@ class FakePlanner:
                 finish = FinishReason("stop", matched=token)
             elif num_output >= sampling.max_new_tokens:
                 finish = FinishReason("length")
-        message = output(running, tokens, finish)
+        message = msgspec.structs.replace(output(running, tokens, finish), spec=self.behaviour.spec)
         running.num_sent += len(tokens)
         if finish is not None:
             del self._running[request.rid]

@@ -104,7 +104,7 @@ class AdminApi:
             "startup_time": server.startup_s,
             "frontend": "python",
             "kv_events": None,
-            "internal_states": [{**args, **parallel, "avg_spec_accept_length": None, **state}],
+            "internal_states": [{**args, **parallel, "avg_spec_accept_length": mean_accepted(state.get("speculation")), **state}],
         })
 
     async def flush_cache(self, request: Request) -> Response:
@@ -158,3 +158,11 @@ def read_timeout(text: str | None) -> float:
     if not 0.0 <= timeout_s <= MAX_FLUSH_TIMEOUT_S:
         raise bad_field("timeout", f"must be a number of seconds in [0, {MAX_FLUSH_TIMEOUT_S:g}], got {text[:40]!r}")
     return timeout_s
+
+
+def mean_accepted(speculation: dict[str, Any] | None) -> float | None:
+    """Tokens per verify step since the start. speculation: the planner's; None: the server does not speculate, or nothing was verified yet."""
+    if speculation is None or not speculation["num_verify_steps"]:
+        return None
+    mean: float = speculation["num_tokens"] / speculation["num_verify_steps"]
+    return mean

@@ -10,7 +10,7 @@ from sglane.entrypoints.sampling import TextParams
 from sglane.entrypoints.sessions import Turn
 from sglane.entrypoints.stop_matcher import PatternTooSlow, make_matcher
 from sglane.observability.requests import Record
-from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput
+from sglane.plan.io_struct import FinishReason, GenerateRequest, LogprobChunk, RequestOutput, SpecCounts
 
 
 class TokenLogprob(NamedTuple):
@@ -71,6 +71,7 @@ class Generation:
         # Of a prompt of one token nothing has to be computed, so the planner has nothing to tell.
         self.input_logprobs = prompt_logprobs(request, []) if request.logprob_start == 0 and self.num_prompt_tokens == 1 else []
         self.counts = Counts()
+        self.spec: SpecCounts | None = None  # None: the server does not speculate
         self.finish: Finish | None = None
         self.drop_output = False
         self.times: Record | None = None  # None: the answer does not tell them
@@ -110,6 +111,7 @@ class Generation:
     def absorb(self, output: RequestOutput) -> int | None:
         """Take what a step brought. Returns the number of output tokens to keep when a stop string ends the generation here."""
         self.counts = Counts(output.num_cached_tokens, output.num_cached_device, output.num_cached_host, output.num_retractions)
+        self.spec = output.spec
         if output.input_logprobs:
             self.input_logprobs = prompt_logprobs(self.request, output.input_logprobs)
         if self.drop_output:

@@ -5,6 +5,7 @@ from typing import Any
 from sglane.entrypoints.generation import Finish, Generation, LogprobWish, TokenLogprob
 from sglane.entrypoints.tokenizer import TextTokenizer
 from sglane.observability.requests import Record
+from sglane.plan.io_struct import SpecCounts
 
 
 class MetaInfo:
@@ -30,6 +31,8 @@ class MetaInfo:
             "cached_tokens": counts.cached,
             "cached_tokens_details": {"device": counts.cached_device, "host": counts.cached_host},
         }
+        if generation.spec is not None:
+            meta |= speculation(generation.spec, generation.num_output_tokens)
         if finish is not None:
             meta["e2e_latency"] = time.monotonic() - self._received_s
             if generation.times is not None:
@@ -57,6 +60,21 @@ class MetaInfo:
 
     def _asked(self, entry: TokenLogprob, wish: LogprobWish) -> Any:
         return None if entry.logprob is None else [self._entry(logprob, token_id, wish) for logprob, token_id in zip(entry.asked, wish.asked_ids)]
+
+
+def speculation(spec: SpecCounts, num_output_tokens: int) -> dict[str, Any]:
+    """What it brought so far; ratios are 0 before the first verify step. Drafts have two names each, of older and of newer clients."""
+    return {
+        "spec_verify_ct": spec.num_verify_steps,
+        "spec_accept_length": num_output_tokens / spec.num_verify_steps if spec.num_verify_steps else 0.0,
+        "spec_accept_rate": spec.num_accepted / spec.num_drafts if spec.num_drafts else 0.0,
+        "spec_accept_token_num": spec.num_accepted,
+        "spec_draft_token_num": spec.num_drafts,
+        "spec_accept_histogram": spec.histogram,
+        "spec_num_correct_drafts": spec.num_accepted,
+        "spec_num_proposed_drafts": spec.num_drafts,
+        "spec_correct_drafts_histogram": spec.histogram,
+    }
 
 
 def times_of(record: Record, now_s: float, now_ts: float) -> dict[str, float]:

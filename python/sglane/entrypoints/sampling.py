@@ -131,6 +131,7 @@ def parse_sampling(fields: Fields, names: FieldNames, facts: ModelFacts, default
         stop_token_ids=list(dict.fromkeys(stop_token_ids)),
         logit_bias=parse_logit_bias(fields, facts.vocab_size),
         grammar=grammar,
+        max_drafts=fields.integer("speculative_num_steps", -1, 0, MAX_TOKENS),
     )
     text = TextParams(
         stops=fields.stops("stop"),

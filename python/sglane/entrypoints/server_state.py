@@ -191,7 +191,9 @@ class ServerState:
     def flat_args(self) -> dict[str, Any]:
         """All flags as they were resolved; of secrets only whether they are set."""
         hidden = {name: HIDDEN for name in secrets() if getattr(self.args, name) is not None}
-        return {**dataclasses.asdict(self.args), **hidden, "model_path": self.config.source.path, "served_model_name": self.model_name,
+        num_drafts = self.args.num_drafts()
+        drafts = {"speculative_num_steps": num_drafts, "speculative_num_draft_tokens": num_drafts + 1} if num_drafts else {}
+        return {**dataclasses.asdict(self.args), **hidden, **drafts, "model_path": self.config.source.path, "served_model_name": self.model_name,
                 "tokenizer_path": self.tokenizer_path}
 
     @property

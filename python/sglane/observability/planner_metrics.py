@@ -59,6 +59,12 @@ SESSION_GAUGES = {
 }
 #: Prefix of the names -> (kind of ticket, what it does).
 COPIES = {"hicache_backup": ("backup", "copied to the host tier"), "load_back": ("load", "copied from the host tier back to the device")}
+#: name -> (key of the state's speculation, text); one sample per source of the cached part of a request's prompt.
+SPEC_COUNTERS = {
+    "spec_verify_calls_total": ("num_verify_steps", "Decode steps of requests of a server that speculates, those without a draft included"),
+    "spec_draft_tokens_total": ("num_drafts", "Drafts that were verified"),
+    "spec_accepted_tokens_total": ("num_accepted", "Drafts that were accepted"),
+}
 #: What the host tier drops are records of all planes: there is one pool.
 HOST_POOL = "kv"
 
@@ -104,6 +110,8 @@ class PlannerCollector(Collector):
         yield from self._lane_pages("", LANE_CLASSES, lanes, names, values)
         yield from self._lane_pages("host_", HOST_CLASSES, kv_ledger["host"], names, values)
         yield from self._host_tier(state["host_cache"], kv_ledger, names, values)
+        if "speculation" in state:
+            yield from self._speculation(state["speculation"], names, values)
         for name, (key, text) in SESSION_GAUGES.items():
             gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=names)
             gauge.add_metric(values, state["sessions"][key])
@@ -166,6 +174,21 @@ class PlannerCollector(Collector):
         for reason, num_tokens in host["dropped_tokens"].items():
             dropped.add_metric([*values, reason, HOST_POOL], num_tokens)
         yield dropped
+
+    def _speculation(self, spec: Mapping[str, Any], names: list[str], values: list[str]) -> Iterator[Metric]:
+        """Means are those since the start, 0 before the first step."""
+        num_steps, num_drafts = spec["num_verify_steps"], spec["num_drafts"]
+        for name, text, value in (("spec_num_steps", "Drafts per step at most", spec["max_drafts"]),
+                                  ("spec_accept_length", "Tokens per verify step", spec["num_tokens"] / num_steps if num_steps else 0.0),
+                                  ("spec_accept_rate", "Accepted share of the drafts", spec["num_accepted"] / num_drafts if num_drafts else 0.0)):
+            gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, (key, text) in SPEC_COUNTERS.items():
+            counter = CounterMetricFamily(f"sglang:{name}", text, labels=[*names, "cache_source"])
+            for source, counts in spec["by_source"].items():
+                counter.add_metric([*values, source], counts[key])
+            yield counter
 
     def _lane_pages(self, tier: str, classes: Mapping[str, str], lanes: Mapping[str, list[int]], names: list[str],
                     values: list[str]) -> Iterator[Metric]:

@@ -131,6 +131,7 @@ function factsOf(info) {
     ["KV memory", bytes(sum(memory.kvcache_bytes))],
     ["Planes", memory.planes.map(([name]) => name).join(", ")],
     ["Slower paths taken", fallbacks.join(", ") || "none"],
+    ...(state.speculation ? [["Drafts per step", whole.format(state.speculation.max_drafts)]] : []),
     ["Path", info.model_path],
   ];
 }
