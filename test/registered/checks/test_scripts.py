@@ -42,5 +42,5 @@ def test_the_pinned_torch_is_the_one_that_runs():
 
 def test_every_file_of_the_page_is_served_and_packed():
     settings = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert settings == {"sglane.entrypoints": ["page/*"]}
+    assert settings == {"sglane.entrypoints": ["page/*"], "sglane": ["assets/tiny-dsa/*"]}
     assert sorted(path.name for path in page_api.FOLDER.iterdir()) == sorted(name for name, _ in page_api.FILES.values())
