@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of each request")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--max-rows", type=int, help="--speculative-max-rows of the servers that speculate")
     parser.add_argument("--server-args", nargs=argparse.REMAINDER, default=[], help="further flags of all servers; comes last")
     args = parser.parse_args()
     flags = ["--model-path", args.model_path, "--dtype", args.dtype, "--disable-radix-cache", "--log-level", "warning", *args.server_args]
@@ -53,6 +54,7 @@ def main() -> None:
         urls = {0: stack.enter_context(own_server(*flags))[0]}
         for steps in args.steps:
             spec = ["--speculative-algorithm", args.algorithm, "--speculative-num-steps", str(steps)]
+            spec += ["--speculative-max-rows", str(args.max_rows)] if args.max_rows else []
             urls[steps] = stack.enter_context(own_server(*flags, *spec))[0]
         for batch in args.batch:
             measure(urls, batch, args)

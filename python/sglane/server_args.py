@@ -119,7 +119,8 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = arg(None, "tokens that a step verifies: always --speculative-num-steps + 1", "Speculation")
     speculative_draft_model_path: str | None = arg(None, "folder with the NextN layer; default: the model's own", "Speculation",
                                                     "--speculative-draft-model")
-    speculative_max_batch_size: int | None = arg(None, "more requests that decode in a step do not speculate; default 8 on CPU", "Speculation")
+    speculative_max_rows: int | None = arg(None, "tokens that a step verifies in all; with many requests drafts get shorter; default 32 on CPU",
+                                           "Speculation")
     speculative_ngram_min_match_window_size: int = arg(1, "fewest tokens that must be the same as earlier", "Speculation")
     speculative_ngram_max_match_window_size: int = arg(12, "most tokens that are compared", "Speculation")
 
@@ -213,8 +214,8 @@ class ServerArgs:
         flag = "speculative_num_steps" if steps is not None or tokens is None else "speculative_num_draft_tokens"
         if not 1 <= self.num_drafts() <= MOST_DRAFTS:
             raise ConfigError(f"{flag_of(flag)} {getattr(self, flag)} asks for {self.num_drafts()} drafts per step; 1 to {MOST_DRAFTS} are possible")
-        if self.speculative_max_batch_size is not None and self.speculative_max_batch_size < 1:
-            raise ConfigError(f"--speculative-max-batch-size must be at least 1, got {self.speculative_max_batch_size}")
+        if self.speculative_max_rows is not None and self.speculative_max_rows < 1:
+            raise ConfigError(f"--speculative-max-rows must be at least 1, got {self.speculative_max_rows}")
         if self.looks_up_prompts() and self.speculative_draft_model_path is not None:
             raise ConfigError("--speculative-draft-model-path is for EAGLE and NEXTN: NGRAM has no draft layer")
         least, most = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size

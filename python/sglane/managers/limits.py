@@ -15,7 +15,7 @@ class Limits:
     conservativeness: float = 1.0
     reuse_prefixes: bool = True
     max_drafts: int = 0  # that one request verifies in a step; 0: no speculation
-    max_speculating_requests: int | None = None  # more that decode in a step: none of them speculates; None: no limit
+    max_verify_rows: int | None = None  # of all requests that decode in a step: with many, windows get shorter; None: no limit
     keeps_history: bool = False  # the executors need all tokens of every request
 
 

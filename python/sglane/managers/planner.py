@@ -64,8 +64,8 @@ MAX_WAIT_MS = 200
 HEARTBEAT_S = 1.0
 DEFAULT_RUNNING_REQUESTS_CPU = 64
 DEFAULT_RUNNING_REQUESTS_GPU = 256
-#: More requests that decode in a step keep a CPU busy without drafts. On a GPU nothing was measured: no limit.
-DEFAULT_SPECULATING_REQUESTS_CPU = 8
+#: More rows in a step cost a CPU more time than drafts save. On a GPU nothing was measured: no limit.
+DEFAULT_VERIFY_ROWS_CPU = 32
 #: --hicache-write-policy -> how often a page must have been hit before it is backed up; 1: when it is computed.
 MIN_HITS = {"write_through": 1, "write_through_selective": 2}
 #: Pages a lone request must leave free: the source of its tail copy stays leased until the copy has run.
@@ -187,7 +187,7 @@ class Planner:
             conservativeness=args.schedule_conservativeness,
             reuse_prefixes=not args.disable_radix_cache,
             max_drafts=args.num_drafts(),
-            max_speculating_requests=args.speculative_max_batch_size or (DEFAULT_SPECULATING_REQUESTS_CPU if ready[0].device_name == "cpu" else None),
+            max_verify_rows=args.speculative_max_rows or (DEFAULT_VERIFY_ROWS_CPU if ready[0].device_name == "cpu" else None),
             keeps_history=args.looks_up_prompts(),
         )
         self.scheduler = Scheduler(ledger, self._layout, limits, args.cp_size)

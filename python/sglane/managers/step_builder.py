@@ -62,11 +62,12 @@ class StepBuilder:
     """One step under construction."""
 
     def __init__(self, step: int, layout: PageLayout, limits: Limits, num_decoding: int):
-        """num_decoding: requests that may decode in this step; with some, it must not wait for loads, with many, none of them speculates."""
+        """num_decoding: requests that may decode in this step; with some, it must not wait for loads, with many, their windows get shorter."""
         self.step = step
         self._has_continues = num_decoding > 0
-        most = limits.max_speculating_requests
-        self.max_drafts = limits.max_drafts if most is None or num_decoding <= most else 0
+        self.max_drafts = limits.max_drafts
+        if limits.max_verify_rows is not None and num_decoding:
+            self.max_drafts = max(0, min(limits.max_drafts, limits.max_verify_rows // num_decoding - 1))
         self._keeps_history = limits.keeps_history
         self.entries: list[Entry] = []
         self.num_extend_tokens = 0
