@@ -119,7 +119,7 @@ class ServerArgs:
     speculative_num_draft_tokens: int | None = arg(None, "tokens that a step verifies: always --speculative-num-steps + 1", "Speculation")
     speculative_draft_model_path: str | None = arg(None, "folder with the NextN layer; default: the model's own", "Speculation",
                                                     "--speculative-draft-model")
-    speculative_max_rows: int | None = arg(None, "tokens that a step verifies in all; with many requests drafts get shorter; default 32 on CPU",
+    speculative_max_rows: int | None = arg(None, "tokens that a step verifies in all; with many requests drafts get shorter; default 48 on CPU",
                                            "Speculation")
     speculative_ngram_min_match_window_size: int = arg(1, "fewest tokens that must be the same as earlier", "Speculation")
     speculative_ngram_max_match_window_size: int = arg(12, "most tokens that are compared", "Speculation")

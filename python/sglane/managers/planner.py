@@ -65,7 +65,7 @@ HEARTBEAT_S = 1.0
 DEFAULT_RUNNING_REQUESTS_CPU = 64
 DEFAULT_RUNNING_REQUESTS_GPU = 256
 #: More rows in a step cost a CPU more time than drafts save. On a GPU nothing was measured: no limit.
-DEFAULT_VERIFY_ROWS_CPU = 32
+DEFAULT_VERIFY_ROWS_CPU = 48
 #: --hicache-write-policy -> how often a page must have been hit before it is backed up; 1: when it is computed.
 MIN_HITS = {"write_through": 1, "write_through_selective": 2}
 #: Pages a lone request must leave free: the source of its tail copy stays leased until the copy has run.

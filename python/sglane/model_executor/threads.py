@@ -9,7 +9,7 @@ import torch
 from sglane import environ
 
 #: Steps of at most this many local tokens are decode-sized: bound by memory, if the weights are larger than the caches.
-DECODE_TOKENS = 16
+DECODE_TOKENS = 64
 #: Weights below this size stay in the caches: threads would wait for one another longer than they work.
 SMALL_MODEL_BYTES = 1 << 26
 #: Time over which the load of other processes is averaged.
