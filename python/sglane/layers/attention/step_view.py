@@ -232,12 +232,13 @@ def _lane_buckets(entries: list[Entry], first: int, lane: _Lane) -> list[DecodeB
     """Continues; they are the step's queries from `first` on, and its last."""
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
     firsts = first + np.cumsum(counts) - counts
+    if (counts == counts[0]).all():
+        return _equal_buckets(entries, firsts[:, None] + np.arange(counts[0]), first == 0, lane)
     buckets = []
     for num_rows in np.unique(counts).tolist():
         some = np.flatnonzero(counts == num_rows)
         index = firsts[some][:, None] + np.arange(num_rows)  # [C, r]
-        is_whole = first == 0 and len(some) == len(entries)
-        buckets += _equal_buckets([entries[i] for i in some], index, is_whole, lane)
+        buckets += _equal_buckets([entries[i] for i in some], index, False, lane)
     return buckets
 
 
@@ -254,9 +255,8 @@ def _equal_buckets(entries: list[Entry], index: np.ndarray, is_whole: bool, lane
     mine = (page_at[None] < num_pages[:, None]) & (table % cp_size == lane.rank)  # [C, P]
     lane_pages = mine.sum(1)
     packed = np.argsort(~mine, axis=1, kind="stable")  # [C, P]: this lane's pages first, in order of position
-    num_keys = starts[:, None] + 1 + np.arange(index.shape[1])  # [C, r]
-    filled = np.clip(num_keys[:, :, None] - page_at * page_size, 0, page_size)  # [C, r, P]
-    lane_keys = np.where(mine[:, None], filled, 0).sum(2)  # [C, r]
+    lane_keys = np.stack([np.where(mine, np.clip((starts + row)[:, None] - page_at * page_size, 0, page_size), 0).sum(1)
+                          for row in range(1, index.shape[1] + 1)], 1)  # [C, r]
     some = np.flatnonzero(lane_pages)
     buckets = []
     for group in decode_buckets(lane_pages[some], page_size):
