@@ -232,7 +232,7 @@ def _lane_buckets(entries: list[Entry], first: int, lane: _Lane) -> list[DecodeB
     """Continues; they are the step's queries from `first` on, and its last."""
     counts = np.array([entry.num_tokens for entry in entries], np.int64)
     firsts = first + np.cumsum(counts) - counts
-    if (counts == counts[0]).all():
+    if len(counts) and (counts == counts[0]).all():
         return _equal_buckets(entries, firsts[:, None] + np.arange(counts[0]), first == 0, lane)
     buckets = []
     for num_rows in np.unique(counts).tolist():
