@@ -32,6 +32,7 @@ NODE_FLAGS = frozenset({
     "config", "model_path", "tokenizer_path", "served_model_name", "chat_template", "host", "port", "skip_server_warmup", "log_level", "log_format",
     "log_requests", "log_requests_level", "api_key", "admin_api_key", "max_body_bytes", "enable_metrics", "enable_trace", "otlp_traces_endpoint",
     "enable_cache_report", "tool_call_parser", "reasoning_parser", "shutdown_timeout_s", "health_timeout_s", "node_rank", "dist_init_addr",
+    "speculative_draft_model_path",
 })
 
 
