@@ -256,6 +256,11 @@ def constrained_cases(family, vocabulary):
     return found
 
 
+def xgrammars(vocabulary, cp_size):
+    """Of each rank."""
+    return {"grammars": Grammars("xgrammar", vocabulary)} if cp_size == 1 else {"make_grammars": lambda: Grammars("xgrammar", vocabulary)}
+
+
 @cache
 def constrained(family):
     vocabulary = byte_vocabulary(model(family).config.vocab_size)
@@ -272,8 +277,7 @@ def test_grammars(family, algorithm, cp_size, num_steps):
     for prompt, _, want, free in cases:
         script.add(prompt, want, wrong=free)
         assert sum(free[j] != token for j, token in enumerate(want)) > len(want) // 3
-    grammars = {"grammars": Grammars("xgrammar", vocabulary)} if cp_size == 1 else {"make_grammars": lambda: Grammars("xgrammar", vocabulary)}
-    engine = follow(make(family, algorithm, cp_size, num_steps, num_pages=400 * cp_size, **grammars), script)
+    engine = follow(make(family, algorithm, cp_size, num_steps, num_pages=400 * cp_size, **xgrammars(vocabulary, cp_size)), script)
     for i, (prompt, sampling, _, _) in enumerate(cases):
         engine.add(str(i), prompt, 150, sampling=sampling)
     engine.run()
@@ -283,6 +287,30 @@ def test_grammars(family, algorithm, cp_size, num_steps):
         assert json.loads(text_of(vocabulary, want))["kind"] in ("red", "green")
         check_counts(last, num_steps)
         assert last.spec.num_accepted > len(want) // 2
+
+
+@pytest.mark.parametrize(("family", "algorithm", "cp_size", "own"), [
+    ("llama", "NGRAM", 1, True), ("deepseek_v3", "NEXTN", 2, False), pytest.param("llama", "NGRAM", 2, True, marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "NEXTN", 1, False, marks=pytest.mark.slow)])
+def test_retractions_of_every_kind_of_request(family, algorithm, cp_size, own):
+    """Grammars, penalties and noise begin again where they were. own: with the drafts of prompt lookup, which JSON text repeats enough for."""
+    vocabulary, cases = constrained(family)
+    requests = [(prompt, sampling, want, 150) for prompt, sampling, want, _ in cases]
+    for name in ("sampled", "penalties"):
+        requests += [(*case, NUM_NEW) for case in without_speculation(family, name)[:3]]
+    script = Script()
+    for prompt, _, want, _ in requests:
+        script.add(prompt, want)
+    engine = follow(make(family, algorithm, cp_size, num_pages=48, num_slots=6, conservativeness=0.0, **xgrammars(vocabulary, cp_size)), script, own)
+    for i, (prompt, sampling, _, num_new) in enumerate(requests):
+        engine.add(str(i), prompt, num_new, sampling=sampling)
+    engine.run(max_turns=100_000)
+    for i, (_, sampling, want, _) in enumerate(requests):
+        assert engine.outputs[str(i)] == want, sampling
+        check_counts(engine.last[str(i)])
+    assert sum(engine.last[str(i)].num_retractions for i in range(len(cases))) > 0
+    assert sum(engine.last[str(i)].num_retractions for i in range(len(cases), len(requests))) > 0
+    assert all(engine.last[str(i)].spec.num_accepted > 5 for i in range(len(cases)))
 
 
 # Processes
