@@ -23,11 +23,15 @@ def toy_worker(rank: int, groups: Groups, pipe: Connection, kind: str, page_size
     serve_plans(ToyConfig(kind), ToyModel(ToyConfig(kind)), rank, groups, pipe, page_size, num_rows)
 
 
-def serve_plans(config: Any, model: Any, rank: int, groups: Groups, pipe: Connection, page_size: int, num_rows: int) -> None:
+def serve_plans(config: Any, model: Any, rank: int, groups: Groups, pipe: Connection, page_size: int, num_rows: int,
+                prepare: Callable[[Executor], None] | None = None, **flags: Any) -> None:
+    """prepare: called before the first plan. flags: further ServerArgs."""
     environ.SGLANE_POISON, environ.SGLANE_NUM_THREADS = True, 1
-    args = ServerArgs(page_size=page_size, cp_size=groups.step.size, enable_cp_shared_kv=True)
+    args = ServerArgs(page_size=page_size, cp_size=groups.step.size, enable_cp_shared_kv=True, **flags)
     executor = Executor(config, model, args, rank, groups)
     executor.init_pool(PoolInit(num_rows, NUM_SLOTS, MAX_PAGES))
+    if prepare is not None:
+        prepare(executor)
     while (plan := pipe.recv()) is not None:
         pipe.send(executor.run(plan))
 
