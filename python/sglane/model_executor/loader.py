@@ -36,11 +36,13 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, sh
     Raises CheckpointError naming the tensor that is missing, unexpected or of the wrong shape.
     """
     store = open_store(config)
+    drafts = None if config.draft is None else SafetensorsStore(config.draft.path)
+    if drafts is not None:
+        _draft_prefix(config, set(drafts.names()))  # a missing draft layer shows before everything else is read
     weights = CheckpointWeights(store, config, device, dtype, LoadProgress(store.label, show_progress, force_progress))
     model = model_class(config)(config, weights, shard)
     weights.finish()
-    if config.draft is not None:
-        drafts = SafetensorsStore(config.draft.path)
+    if drafts is not None:
         weights = CheckpointWeights(drafts, config, device, dtype, LoadProgress("Loading draft layer", show_progress, force_progress), is_draft=True)
         model.load_draft(weights, weights.draft_prefix)
         weights.finish()

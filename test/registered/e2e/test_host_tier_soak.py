@@ -64,10 +64,11 @@ class Disturbance:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("flags", [(), ("--speculative-algorithm", "NEXTN")], ids=["plain", "speculation"])
 @pytest.mark.parametrize("seconds", [20, pytest.param(1800, marks=pytest.mark.slow)])
-def test_host_tier_soak(tmp_path, seconds):
+def test_host_tier_soak(tmp_path, seconds, flags):
     folder = with_text("deepseek_v32", tmp_path)
-    with Server("--model-path", str(folder), *FLAGS, env={"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}) as server:
+    with Server("--model-path", str(folder), *FLAGS, *flags, env={"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}) as server:
         canary = Canary.record(server)
         load, samples, number = MixedLoad(server.url, 7), [], 0
         end_s = time.monotonic() + seconds
@@ -80,7 +81,8 @@ def test_host_tier_soak(tmp_path, seconds):
         state = server.server_info()["internal_states"][0]
         cache = state["host_cache"]
         print(f"{number * REQUESTS_PER_ROUND} requests, {disturbance.num_turns} turns, {disturbance.num_flushes} flushes; {cache}; "
-              f"fallbacks {state['kv_ledger']['fallbacks']}; MiB {[{name: size >> 20 for name, size in sample.items()} for sample in samples[::10]]}")
+              f"fallbacks {state['kv_ledger']['fallbacks']}; {state.get('speculation')}; "
+              f"MiB {[{name: size >> 20 for name, size in sample.items()} for sample in samples[::10]]}")
         assert cache["tickets"]["load"]["tokens"] > 0 and cache["tickets"]["backup"]["tokens"] > 0 and disturbance.num_turns > 0
         assert_clean(wait_idle(server), allowed_fallbacks=ALLOWED)
         assert seconds < 600 or max(growth(samples).values()) < MAX_GROWTH_BYTES, growth(samples)
