@@ -9,7 +9,8 @@ from kits.canary import Canary
 from kits.mixed_load import MixedLoad
 from kits.server import Server
 from kits.soak import MAX_GROWTH_BYTES, growth, resident
-from kits.text_checkpoint import with_text
+from kits.text_checkpoint import TEMPLATE, with_text
+from sglane.configs.model_config import PACKAGED_MODELS
 
 FLAGS = (
     "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "1280", "--max-running-requests", "16", "--chunked-prefill-size", "64",
@@ -39,11 +40,13 @@ class Disturbance:
 
     def _talk(self):
         session = self._server.ask("/open_session", {"capacity_of_str_len": 1000})
+        last, length = None, -8
         for turn in range(3):
-            body = {"text": f"turn {turn} of a talk about lighthouses", "session_params": {"id": session},
+            body = {"text": f"turn {turn} of a talk about lighthouses", "session_params": {"id": session, "rid": last},
                     "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
             meta = self._server.ask("/generate", body)["meta_info"]
-            assert meta["completion_tokens"] == 8 and (turn == 0 or meta["prompt_tokens"] > 16), meta
+            assert meta["completion_tokens"] == 8 and meta["prompt_tokens"] > length + 8, meta  # the turns before come first
+            last, length = meta["id"], meta["prompt_tokens"]
             self.num_turns += 1
         assert self._server.post("/close_session", {"session_id": session}).status_code == 200
         self._stop.wait(0.2)
@@ -64,10 +67,14 @@ class Disturbance:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("flags", [(), ("--speculative-algorithm", "NEXTN")], ids=["plain", "speculation"])
+@pytest.mark.parametrize(("model", "flags"), [("deepseek_v32", ()), ("tiny-dsa", ("--speculative-algorithm", "NEXTN"))])
 @pytest.mark.parametrize("seconds", [20, pytest.param(1800, marks=pytest.mark.slow)])
-def test_host_tier_soak(tmp_path, seconds, flags):
-    folder = with_text("deepseek_v32", tmp_path)
+def test_host_tier_soak(tmp_path, seconds, model, flags):
+    """tiny-dsa: drafts are accepted. Its own chat template shows no tools."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    folder = model if model in PACKAGED_MODELS else with_text(model, tmp_path)
+    flags = (*flags, "--chat-template", str(template))
     with Server("--model-path", str(folder), *FLAGS, *flags, env={"SGLANE_POISON": "1", "SGLANE_DEBUG_LEDGER": "1"}) as server:
         canary = Canary.record(server)
         load, samples, number = MixedLoad(server.url, 7), [], 0
