@@ -110,7 +110,7 @@ class PlannerCollector(Collector):
         yield from self._lane_pages("", LANE_CLASSES, lanes, names, values)
         yield from self._lane_pages("host_", HOST_CLASSES, kv_ledger["host"], names, values)
         yield from self._host_tier(state["host_cache"], kv_ledger, names, values)
-        if "speculation" in state:
+        if state.get("speculation") is not None:
             yield from self._speculation(state["speculation"], names, values)
         for name, (key, text) in SESSION_GAUGES.items():
             gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=names)
