@@ -219,6 +219,9 @@ class ServerArgs:
             raise ConfigError(f"--speculative-max-rows must be at least 1, got {self.speculative_max_rows}")
         if self.looks_up_prompts() and self.speculative_draft_model_path is not None:
             raise ConfigError("--speculative-draft-model-path is for EAGLE and NEXTN: NGRAM has no draft layer")
+        for item in dataclasses.fields(self):
+            if item.name.startswith("speculative_ngram_") and getattr(self, item.name) != item.default and not self.looks_up_prompts():
+                raise ConfigError(f"{flag_of(item.name)} is for --speculative-algorithm NGRAM")
         least, most = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
         if not 1 <= least <= most:
             raise ConfigError(f"--speculative-ngram-min-match-window-size {least} must be between 1 and the largest one, which is {most}")

@@ -16,6 +16,11 @@ AHEAD = 1 << 10
 REJECTED = AHEAD - 1
 
 
+def prompt_of(seed: int, length: int) -> np.ndarray:
+    """int64 [length], random."""
+    return np.random.default_rng(seed).integers(0, 900, length)
+
+
 def next_token(context: np.ndarray) -> int:
     """The toy model: depends on every token and its position."""
     context = context.astype(np.int64)

@@ -1,6 +1,7 @@
 """A small language model without a checkpoint, written against AttentionOps, and a naive AttentionOps as its reference."""
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +11,11 @@ from sglane.forward.forward_batch import SHARED_SELECTION, AttentionOps, Forward
 HEADS, KV_HEADS, DIM, LATENT, ROPE, INDEX_HEADS, INDEX_DIM, TOPK = 4, 2, 8, 12, 4, 6, 8, 10
 INDEX_SCALE = INDEX_DIM ** -0.5
 SHARED_LAYERS = (2,)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random tokens of ToyConfig's vocabulary."""
+    return np.random.default_rng(seed).integers(0, 61, length).tolist()
 
 
 @dataclass(frozen=True)

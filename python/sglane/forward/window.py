@@ -16,9 +16,14 @@ class Window:
     lane: int  # the rank that computes all of the rows, and samples
 
     @property
-    def rows(self) -> range:
-        """Places in the global order."""
-        return range(self.first_row, self.first_row + self.num_rows)
+    def rows(self) -> np.ndarray:
+        """int64 [num_rows]: their places in the global order."""
+        return np.arange(self.first_row, self.first_row + self.num_rows)
+
+    @property
+    def drafts(self) -> slice:
+        """Of the step's tokens in global order."""
+        return slice(self.first_row + 1, self.first_row + self.num_rows)
 
     @property
     def end(self) -> int:

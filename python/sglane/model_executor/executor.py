@@ -246,8 +246,8 @@ class Executor:
         """int64 [M], ascending: tokens of the step whose final hidden states are wanted."""
         if self._drafter.reads_all_rows:
             return np.arange(len(batch.tokens))
-        windows = [np.arange(window.first_row, window.first_row + window.num_rows) for window in batch.windows]
-        return np.unique(np.concatenate([np.zeros(0, np.int64), *windows, *(prompt.rows for prompt in scored)]))
+        wanted = [*(window.rows for window in batch.windows), *(prompt.rows for prompt in scored)]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *wanted]))
 
     def _scored_prompt(self, extend: Extend, first: int) -> logprobs.ScoredPrompt | None:
         """Prompt tokens to score, by all ranks together; the row at position i scores the token at i + 1."""

@@ -36,23 +36,24 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype, sh
     Raises CheckpointError naming the tensor that is missing, unexpected or of the wrong shape.
     """
     store = open_store(config)
-    drafts = None if config.draft is None else SafetensorsStore(config.draft.path)
-    if drafts is not None:
-        _draft_prefix(config, set(drafts.names()))  # a missing draft layer shows before everything else is read
+    drafts = None if config.draft is None else SafetensorsStore(config.draft.path, of_draft=True)
+    prefix = None if drafts is None else _draft_prefix(config, drafts)  # if it is missing, that shows before everything else is read
     weights = CheckpointWeights(store, config, device, dtype, LoadProgress(store.label, show_progress, force_progress))
     model = model_class(config)(config, weights, shard)
     weights.finish()
-    if drafts is not None:
-        weights = CheckpointWeights(drafts, config, device, dtype, LoadProgress("Loading draft layer", show_progress, force_progress), is_draft=True)
-        model.load_draft(weights, weights.draft_prefix)
+    if drafts is not None and prefix is not None:
+        weights = CheckpointWeights(drafts, config, device, dtype, LoadProgress("Loading draft layer", show_progress, force_progress),
+                                    draft_prefix=prefix)
+        model.load_draft(weights, prefix)
         weights.finish()
     logger.debug("loaded %s: %.3f GiB of weights", type(model).__name__, model.weight_bytes / (1 << 30))
     return model
 
 
-def _draft_prefix(config: ModelConfig, names: set[str]) -> str:
+def _draft_prefix(config: ModelConfig, store: TensorStore) -> str:
     """The module name of the draft layer, with a dot at its end."""
     assert config.draft is not None
+    names = store.names()
     for layer in config.draft.layers:
         prefix = f"model.layers.{layer}."
         if f"{prefix}eh_proj.weight" in names:
@@ -70,9 +71,9 @@ class CheckpointWeights:
     """See WeightSource. Keeps the list of what nobody has asked for yet."""
 
     def __init__(self, store: TensorStore, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: LoadProgress,
-                 keep_fp8: bool | None = None, is_draft: bool = False):
-        """keep_fp8: whether FP8 matrices stay FP8; by default on CUDA. (CPUs have no product with them.) is_draft: the tensors of the draft layer
-        are asked for, and nothing else."""
+                 keep_fp8: bool | None = None, draft_prefix: str | None = None):
+        """keep_fp8: whether FP8 matrices stay FP8; by default on CUDA. (CPUs have no product with them.) draft_prefix: module name of the draft
+        layer, if its tensors are asked for and nothing else."""
         self.device = device
         self.dtype = dtype
         self.resident_bytes = 0
@@ -80,13 +81,11 @@ class CheckpointWeights:
         self._progress = progress
         self._keep_fp8 = device.type == "cuda" if keep_fp8 is None else keep_fp8
         names = set(store.names())
-        drafts = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(config.num_draft_layers, 1)))
-        if is_draft:
-            self.draft_prefix = _draft_prefix(config, names)
-            # Embedding and head are the main model's; checkpoints carry copies.
-            shared = tuple(self.draft_prefix + name for name in SHARED_WITH_MAIN)
-            self._unread = {name for name in names if name.startswith(self.draft_prefix) and not name.startswith(shared)}
+        if draft_prefix is not None:
+            shared = tuple(draft_prefix + name for name in SHARED_WITH_MAIN)  # checkpoints carry copies
+            self._unread = {name for name in names if name.startswith(draft_prefix) and not name.startswith(shared)}
         else:
+            drafts = tuple(f"model.layers.{config.num_layers + i}." for i in range(max(config.num_draft_layers, 1)))
             self._unread = {name for name in names if not name.startswith(drafts) and not name.endswith(DERIVED_SUFFIXES)}
         if config.tie_word_embeddings:
             self._unread.discard("lm_head.weight")  # some tied checkpoints carry the copy

@@ -10,7 +10,7 @@ from sglane.model_executor.loader_store import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-#: The draft layer may lie in a file that no index lists.
+#: Files with a draft layer that need not be listed.
 DRAFT_FILES = "*mtp*.safetensors"
 
 
@@ -19,11 +19,12 @@ class SafetensorsStore:
 
     label = "Loading safetensors checkpoint shards"
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, of_draft: bool = False):
+        """of_draft: the draft layer is wanted, which may lie in a file that no index lists."""
         self.path = path
         self._files = {}
         self._shard_of: dict[str, str] = {}
-        for file in shard_files(Path(path)):
+        for file in draft_files(Path(path)) if of_draft else shard_files(Path(path)):
             try:
                 opened = safe_open(file, framework="pt", device="cpu")
             except (OSError, SafetensorError) as error:
@@ -55,10 +56,14 @@ def shard_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     else:
         files = [folder / SINGLE_FILE]
-    files += [file for file in sorted(folder.glob(DRAFT_FILES)) if file not in files]
-    if not index.is_file() and files[0].name == SINGLE_FILE and not files[0].is_file() and len(files) > 1:
-        files = files[1:]  # a folder with a draft layer and nothing else
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist" + (f", but {index} lists it" if index.is_file() else f", and neither does {index}"))
     return files
+
+
+def draft_files(folder: Path) -> list[Path]:
+    """Files that may have the draft layer: those of its own, and the checkpoint's, if there is one in the folder."""
+    own = sorted(folder.glob(DRAFT_FILES))
+    has_checkpoint = not own or (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
+    return own + [file for file in (shard_files(folder) if has_checkpoint else []) if file not in own]

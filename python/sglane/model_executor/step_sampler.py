@@ -36,7 +36,7 @@ class StepSampler:
         more, and the log probabilities that were asked for."""
         if not windows:
             return [], []
-        rows = np.concatenate([np.arange(window.first_row, window.first_row + window.num_rows) for window in windows])
+        rows = np.concatenate([window.rows for window in windows])
         counts = np.array([window.num_rows for window in windows])
         firsts = np.cumsum(counts) - counts
         logits = self._runner.logits(forward.rows_of(rows))  # [rows of all windows, V]
@@ -48,7 +48,7 @@ class StepSampler:
             return sampler.sample(chosen, [sampler.SampleRow(windows[i].slot, windows[i].start + 1 + len(run), data[i], run)
                                            for i, run in zip(going, taken)])
 
-        runs = accepted_runs([tokens[window.first_row + 1:window.first_row + window.num_rows] for window in windows], pick)
+        runs = accepted_runs([tokens[window.drafts] for window in windows], pick)
         blocks = [self._block(logits[first:first + len(run)], window, run, slot)
                   for window, first, run, slot in zip(windows, firsts.tolist(), runs, data) if slot.sampling.logprobs]
         return runs, blocks

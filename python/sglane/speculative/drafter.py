@@ -71,7 +71,7 @@ class LookupDrafter(NoDrafter):
     def draft(self, windows: Sequence[Window], tokens: np.ndarray) -> None:
         for window in windows:
             if window.num_rows > 1:
-                tokens[window.first_row + 1:window.first_row + window.num_rows] = self._found[window.slot]
+                tokens[window.drafts] = self._found[window.slot]
         self._found.clear()
 
 

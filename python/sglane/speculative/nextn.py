@@ -61,11 +61,11 @@ class NextnDrafter:
             going = [window for window in going if window.num_rows > j]
             kept = [i for i, window in enumerate(mine) if window.num_rows > j]
             mine, hidden, drafted = [mine[i] for i in kept], hidden[kept], drafted[kept]
-            hidden = self._chain([(window, window.start + j - 2) for window in going], mine, drafted, hidden)
+            hidden = self._chain([(window, window.start + j - 2) for window in going], drafted, hidden)
             drafted = self._first_of(hidden)
             tokens[[window.first_row + j for window in mine]] = drafted
 
-    def _chain(self, places: list[tuple[Window, int]], mine: list[Window], drafted: np.ndarray, hidden: Tensor) -> Tensor:
+    def _chain(self, places: list[tuple[Window, int]], drafted: np.ndarray, hidden: Tensor) -> Tensor:
         """One pass over one row of each of these windows, at its position. drafted int64 [m] and hidden [m, hidden] of this rank's; returns g."""
         entries = [Entry(window.slot, position, 1, window.pages) for window, position in places]
         split = self._runner.split(entries)

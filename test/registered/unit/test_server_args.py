@@ -243,3 +243,30 @@ def test_a_wrong_variable_is_refused_by_name(monkeypatch, capsys, name, value):
 def test_two_variables_for_one_flag():
     with pytest.raises(ConfigError, match="SGLANE_ARG_MODEL_PATH"):
         fields_of_variables({"SGLANE_ARG_MODEL": "a", "SGLANE_ARG_MODEL_PATH": "b"})
+
+
+@pytest.mark.parametrize(("fields", "drafts"), [
+    ({}, 0), ({"speculative_algorithm": "EAGLE"}, 3), ({"speculative_algorithm": "NEXTN", "speculative_num_steps": 5}, 5),
+    ({"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 3}, 2), ({"speculative_algorithm": "NGRAM"}, 7),
+    ({"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_num_draft_tokens": 3}, 2)])
+def test_drafts_per_step(fields, drafts):
+    args = ServerArgs(**fields).resolve()
+    assert args.num_drafts() == drafts
+    assert (args.uses_draft_layer(), args.looks_up_prompts()) == (args.draft_path() is not None, fields.get("speculative_algorithm") == "NGRAM")
+
+
+@pytest.mark.parametrize(("fields", "words"), [
+    ({"speculative_num_steps": 3}, "--speculative-num-steps needs --speculative-algorithm"),
+    ({"speculative_max_rows": 3}, "--speculative-max-rows needs --speculative-algorithm"),
+    ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
+    ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 3, "speculative_num_draft_tokens": 3}, "-num-draft-tokens 3.*must be 4"),
+    ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 0}, "--speculative-num-steps 0"),
+    ({"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 18}, "--speculative-num-draft-tokens 18"),
+    ({"speculative_algorithm": "EAGLE", "speculative_max_rows": 0}, "--speculative-max-rows"),
+    ({"speculative_algorithm": "NGRAM", "speculative_draft_model_path": "x"}, "--speculative-draft-model-path is for EAGLE"),
+    ({"speculative_algorithm": "EAGLE", "speculative_ngram_max_match_window_size": 4}, "--speculative-ngram-max-match-window-size is for"),
+    ({"speculative_algorithm": "NGRAM", "speculative_ngram_min_match_window_size": 13}, "--speculative-ngram-min-match-window-size 13"),
+    ({"speculative_algorithm": "NGRAM", "speculative_ngram_min_match_window_size": 0}, "--speculative-ngram-min-match-window-size 0")])
+def test_flags_of_speculation_that_do_not_fit(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        ServerArgs(**fields).resolve()

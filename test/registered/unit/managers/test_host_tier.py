@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kits.audit import assert_empty
 from kits.engine import Engine
-from kits.fake_executor import FakeExecutor, expected_output
+from kits.fake_executor import FakeExecutor, expected_output, prompt_of
 from sglane.mem_cache.kv_ledger import HostOptions
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.step_plan import StepPlan
@@ -19,10 +19,6 @@ def host_engine(cp_size=1, num_pages=16, num_host_pages=32, chunk=8, seed=0, mos
     num_rows, num_host_rows = num_pages // cp_size + 1, num_host_pages // cp_size + 1
     executor = FakeExecutor(layout, num_rows, num_slots, num_host_rows, seed, most_turns)
     return Engine(executor, layout, num_rows, num_slots, chunk, overlap, host=HostOptions(num_host_rows, min_hits), copies=executor.copies)
-
-
-def prompt_of(seed, length):
-    return np.random.default_rng(seed).integers(0, 900, length)
 
 
 def ask(engine, rid, prompt, num_new=1):

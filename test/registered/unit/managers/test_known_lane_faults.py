@@ -5,16 +5,12 @@ import numpy as np
 import pytest
 
 from kits.engine import Engine
-from kits.fake_executor import FakeExecutor, expected_output
+from kits.fake_executor import FakeExecutor, expected_output, prompt_of
 from kits.ledger_world import LedgerWorld
 from sglane.mem_cache.page_layout import Demand, PageLayout, Shortfall
 from sglane.mem_cache.radix_key import token_key
 
 NO_TOKENS = token_key(np.empty(0, np.int32))
-
-
-def prompt_of(seed, length):
-    return np.random.default_rng(seed).integers(0, 900, length)
 
 
 def fake_engine(page_size, cp_size, num_pages, num_slots, chunk=64, **limits):

@@ -1,11 +1,11 @@
 """The scheduler against a model-free executor: answers must not depend on what else happens."""
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.engine import Engine
-from kits.fake_executor import FakeExecutor, expected_output
+from kits.fake_executor import FakeExecutor, expected_output, prompt_of
+from kits.hit_cases import hit, next_turn
 from sglane.mem_cache.page_layout import PageLayout
 
 
@@ -13,10 +13,6 @@ def fake_engine(page_size=4, cp_size=1, num_pages=24, num_slots=4, chunk=8, over
     layout = PageLayout(page_size, cp_size)
     num_rows = num_pages // cp_size + 1
     return Engine(FakeExecutor(layout, num_rows, num_slots), layout, num_rows, num_slots, chunk, overlap, **limits)
-
-
-def prompt_of(seed, length):
-    return np.random.default_rng(seed).integers(0, 900, length)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -32,30 +28,12 @@ def test_one_request(cp_size, length, overlap):
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_every_hit_length_is_exact(cp_size):
-    base = prompt_of(1, 30)
     for shared in range(31):
-        engine = fake_engine(cp_size=cp_size, num_pages=48)
-        engine.add("a", base, 1)
-        engine.run()
-        second = np.concatenate([base[:shared], prompt_of(2, 9)])
-        if shared < 30:
-            second[shared] = (base[shared] + 1) % 900
-        engine.add("b", second, 6)
-        engine.run()
-        assert engine.last["b"].num_cached_tokens == shared
-        assert engine.outputs["b"] == expected_output(second, 6)
+        assert hit(fake_engine(cp_size=cp_size, num_pages=48), shared).num_cached_tokens == shared
 
 
 def test_decode_output_is_reused_by_the_next_turn():
-    engine = fake_engine()
-    first = prompt_of(3, 11)
-    engine.add("a", first, 9)
-    engine.run()
-    second = np.concatenate([first, engine.outputs["a"], prompt_of(4, 3)])
-    engine.add("b", second, 4)
-    engine.run()
-    assert engine.last["b"].num_cached_tokens == 11 + 9 - 1  # the last output token was never fed
-    assert engine.outputs["b"] == expected_output(second, 4)
+    next_turn(fake_engine(), 9)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

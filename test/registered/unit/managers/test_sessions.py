@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from kits.engine import Engine
-from kits.fake_executor import FakeExecutor, expected_output
+from kits.fake_executor import FakeExecutor, expected_output, prompt_of
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.mem_cache.radix_key import token_key
 from sglane.utils import fallback
@@ -13,10 +13,6 @@ def engine_of(num_pages=24, cp_size=1, page_size=4, num_slots=4, **limits):
     layout = PageLayout(page_size, cp_size)
     num_rows = num_pages // cp_size + 1
     return Engine(FakeExecutor(layout, num_rows, num_slots), layout, num_rows, num_slots, 8, **limits)
-
-
-def prompt_of(seed, length):
-    return np.random.default_rng(seed).integers(0, 900, length)
 
 
 def turn(engine, rid, history, seed, length=6, num_new=4, session="s", **fields):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.engine import Engine
-from kits.fake_executor import FakeExecutor, expected_output
+from kits.fake_executor import FakeExecutor, expected_output, prompt_of
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.step_plan import Continues, StepPlan, StepResult
 
@@ -43,10 +43,6 @@ def stalling_engine(stalls, page_size=4, cp_size=2, num_pages=24, num_slots=4, o
     layout, num_rows = PageLayout(page_size, cp_size), num_pages // cp_size + 1
     executor = StallingExecutor(layout, num_rows, num_slots, stalls=stalls)
     return Engine(executor, layout, num_rows, num_slots, 8, overlap, **limits)
-
-
-def prompt_of(seed, length):
-    return np.random.default_rng(seed).integers(0, 900, length)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

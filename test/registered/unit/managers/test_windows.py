@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kits.engine import Engine
-from kits.fake_executor import FakeExecutor, expected_output
+from kits.fake_executor import FakeExecutor, expected_output, prompt_of
+from kits.hit_cases import hit, next_turn, second_prompt
 from sglane.mem_cache.kv_ledger import HostOptions
 from sglane.mem_cache.page_layout import PageLayout
 from sglane.plan.step_plan import StepPlan, StepResult
@@ -31,10 +32,6 @@ def spec_engine(page_size=4, cp_size=1, num_pages=24, num_slots=4, chunk=8, over
     if num_host_pages:
         limits |= {"host": HostOptions(host_rows, 1), "copies": executor.copies}
     return Engine(executor, layout, num_rows, num_slots, chunk, overlap, max_drafts=max_drafts, bigram_keys=True, **limits)
-
-
-def prompt_of(seed, length):
-    return np.random.default_rng(seed).integers(0, 900, length)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -64,31 +61,16 @@ def test_one_request(cp_size, length, overlap, max_drafts):
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_hits_count_rows_whose_next_token_is_the_same(cp_size):
     """With draft planes a row can be reused only if the token after it is the same: one row less than the tokens that are shared."""
-    base = prompt_of(1, 30)
     for shared in range(31):
         engine = spec_engine(cp_size=cp_size, num_pages=48)
-        engine.add("a", base, 1)
-        engine.run()
-        second = np.concatenate([base[:shared], prompt_of(2, 9)])
-        if shared < 30:
-            second[shared] = (base[shared] + 1) % 900
-        engine.add("b", second, 6)
-        engine.run()
-        follows = shared == 30 and second[30] == engine.outputs["a"][0]  # the output is not fed
-        assert engine.last["b"].num_cached_tokens == max(shared - 1, 0) + follows
-        assert engine.outputs["b"] == expected_output(second, 6)
+        found = hit(engine, shared).num_cached_tokens
+        follows = shared == 30 and second_prompt(shared)[30] == engine.outputs["a"][0]  # the output is not fed
+        assert found == max(shared - 1, 0) + follows
 
 
 def test_decode_output_is_reused_by_the_next_turn():
     engine = spec_engine(num_pages=48)
-    first = prompt_of(3, 11)
-    engine.add("a", first, 19)
-    engine.run()
-    second = np.concatenate([first, engine.outputs["a"], prompt_of(4, 3)])
-    engine.add("b", second, 4)
-    engine.run()
-    assert engine.last["b"].num_cached_tokens == 11 + 19 - 1  # the last output token was never fed
-    assert engine.outputs["b"] == expected_output(second, 4)
+    next_turn(engine, 19)
     assert engine.scheduler.speculation.report()["by_source"]["device"]["num_verify_steps"] > 0
 
 

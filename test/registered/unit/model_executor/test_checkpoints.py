@@ -7,15 +7,10 @@ from safetensors.torch import load_file
 from kits.checkpoints import tiny
 from kits.plan_driver import PlanDriver, greedy, start_ranks
 from kits.real_engine import TinyModel
-from sglane import environ
 
+pytestmark = pytest.mark.usefixtures("poison")
 FAMILIES = ["llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm_moe_dsa_share"]
 LENGTHS = [1, 7, 64, 65, 200]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environ, "SGLANE_POISON", True)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -1,23 +1,13 @@
 """Drafting, verification, acceptance and draft rows of a rank, with a toy model: everything equals a naive simulation."""
-import numpy as np
 import pytest
 import torch
 
 from kits.plan_driver import PlanDriver, greedy, start_ranks
-from kits.toy_model import ToyConfig, ToyModel
-from sglane import environ
+from kits.toy_model import ToyConfig, ToyModel, prompt
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("poison")
 KINDS = ["gqa", "mla", "dsa"]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environ, "SGLANE_POISON", True)
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 61, length).tolist()
 
 
 def driver(kind: str, page_size: int = 4, cp_size: int = 1, num_steps: int = 3, mapped: bool = False) -> tuple[PlanDriver, ToyModel]:

@@ -118,3 +118,10 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
     save_file(tensors, folder / "model-mtp.safetensors")
     with pytest.raises(CheckpointError, match=name):
         load(folder)
+
+
+def test_other_files_are_no_part_of_the_main_model(folder: Path) -> None:
+    """A file of another draft format beside the checkpoint: nobody reads it, with drafts or without."""
+    save_file({"mtp.other.weight": torch.zeros(2), "model.norm.weight": torch.zeros(3)}, folder / "other-mtp.safetensors")
+    check(load(folder), load_file(folder / "ref.safetensors"), 7)
+    assert load(folder, None).config.draft is None
