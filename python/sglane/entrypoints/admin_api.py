@@ -12,6 +12,7 @@ import sglane
 from sglane.entrypoints.body import read_body
 from sglane.entrypoints.errors import ApiError, bad_field
 from sglane.entrypoints.generation import LogprobWish
+from sglane.entrypoints.meta_info import mean_accepted
 from sglane.entrypoints.request_builder import Prompt
 from sglane.entrypoints.responses import json_response
 from sglane.entrypoints.sampling import Sampling, TextParams
@@ -158,11 +159,3 @@ def read_timeout(text: str | None) -> float:
     if not 0.0 <= timeout_s <= MAX_FLUSH_TIMEOUT_S:
         raise bad_field("timeout", f"must be a number of seconds in [0, {MAX_FLUSH_TIMEOUT_S:g}], got {text[:40]!r}")
     return timeout_s
-
-
-def mean_accepted(speculation: dict[str, Any] | None) -> float | None:
-    """Tokens per verify step since the start. speculation: the planner's; None: the server does not speculate, or nothing was verified yet."""
-    if speculation is None or not speculation["num_verify_steps"]:
-        return None
-    mean: float = speculation["num_tokens"] / speculation["num_verify_steps"]
-    return mean

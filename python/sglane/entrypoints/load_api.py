@@ -8,6 +8,7 @@ from fastapi.responses import PlainTextResponse, Response
 
 import sglane
 from sglane.entrypoints.errors import bad_field
+from sglane.entrypoints.meta_info import mean_accepted
 from sglane.entrypoints.responses import json_response
 from sglane.entrypoints.server_state import ServerState
 
@@ -88,10 +89,20 @@ def load_of(state: Mapping[str, Any], sections: frozenset[str]) -> dict[str, Any
         load["queues"] = {"waiting": state["num_waiting_reqs"], "retracted": totals["num_retractions"]}
     if "totals" in sections:  # since the start; prompt tokens are those that were computed
         load["totals"] = {name.removeprefix("num_"): count for name, count in totals.items()}
-    for name in ("spec", "lora", "disagg"):
+    if "spec" in sections:
+        load["spec"] = spec_of(state.get("speculation"))
+    for name in ("lora", "disagg"):
         if name in sections:
             load[name] = None
     return load
+
+
+def spec_of(speculation: Mapping[str, Any] | None) -> dict[str, float | None] | None:
+    """Tokens per verify step and accepted shares of drafts since the start. None: the server does not speculate."""
+    if speculation is None:
+        return None
+    num_drafts = speculation["num_drafts"]
+    return {"accept_length": mean_accepted(speculation), "accept_rate": speculation["num_accepted"] / num_drafts if num_drafts else None}
 
 
 def as_text(load: Mapping[str, Any], model_name: str) -> str:

@@ -77,6 +77,14 @@ def speculation(spec: SpecCounts, num_output_tokens: int) -> dict[str, Any]:
     }
 
 
+def mean_accepted(speculation: dict[str, Any] | None) -> float | None:
+    """Tokens per verify step since the start. speculation: the planner's; None: the server does not speculate, or nothing was verified yet."""
+    if speculation is None or not speculation["num_verify_steps"]:
+        return None
+    mean: float = speculation["num_tokens"] / speculation["num_verify_steps"]
+    return mean
+
+
 def times_of(record: Record, now_s: float, now_ts: float) -> dict[str, float]:
     """Of a generation that has ended. `*_ts` and `*_time` are seconds since 1970 (queue_time is a duration); what did not happen is left out.
 

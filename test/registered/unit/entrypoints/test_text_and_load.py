@@ -60,7 +60,7 @@ def test_loads(front):
     assert load["memory"]["lane_work"] == STATE["lanes"] and load["totals"]["stalls"] == 4
     assert load["memory"]["host_lanes"] == STATE["kv_ledger"]["host"] and load["memory"]["host_cache"] == STATE["host_cache"]
     assert load["memory"]["sessions"] == STATE["sessions"]
-    assert load["queues"] == {"waiting": 2, "retracted": 3} and load["spec"] is None
+    assert load["queues"] == {"waiting": 2, "retracted": 3} and load["spec"] == {"accept_length": 2.5, "accept_rate": 0.6}
 
 
 def test_loads_as_text(front):
